@@ -1,0 +1,1 @@
+../../core/root/__main__.py

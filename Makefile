@@ -1,0 +1,85 @@
+# Every command of the project. `make help` lists them; each does its own set-up (requirements/setup.sh) first.
+#
+#   CONFIG=configs/x.yaml    the config of the stages         ARGS="train.epochs=2 ..."     overrides for a stage
+#   PYTEST_ARGS="-k store"   passed to pytest                 PYTHON=python3.11             which Python makes .venv
+#   NO_SETUP=1               installs nothing: python3 on the PATH runs the folders as they are (GPU machines that
+#                            come with their own environment)
+
+CONFIG ?= configs/quickstart.yaml
+ARGS ?=
+PYTEST_ARGS ?=
+VENV ?= .venv
+
+ifeq ($(NO_SETUP),1)
+PY := $(or $(PYTHON_GPU),python3)
+PY_GPU := $(PY)
+DRAFTSMITH := $(PY) -m draftsmith
+# .typecheck/draftsmith/ is the package in the shape Python imports, made of links to the folders.
+export PYTHONPATH := $(CURDIR)/.typecheck$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+PY_GPU := $(or $(PYTHON_GPU),$(PY))
+DRAFTSMITH := $(VENV)/bin/draftsmith
+endif
+
+STAGES := prepare capture train eval export
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo prepare capture train eval export summary doctor test test-gpu lint format clean
+
+help: ## This list.
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: ## Make .venv with everything in it; does nothing where that is done.
+ifneq ($(NO_SETUP),1)
+	@PYTHON='$(PYTHON)' requirements/setup.sh
+else
+	@:
+endif
+
+demo: CONFIG := configs/quickstart.yaml
+demo: setup ## All five stages on configs/quickstart.yaml (no GPU, no download of models), then their summary.
+	@set -e; for stage in $(STAGES); do $(DRAFTSMITH) $$stage --config $(CONFIG) $(ARGS); done
+	@$(DRAFTSMITH) summary --config $(CONFIG) $(ARGS)
+
+prepare: setup ## Stage 1: conversations to samples, replies made by the target.
+	@$(DRAFTSMITH) prepare --config $(CONFIG) $(ARGS)
+
+capture: setup ## Stage 2: the target's hidden states, taken from vLLM.
+	@$(DRAFTSMITH) capture --config $(CONFIG) $(ARGS)
+
+train: setup ## Stage 3: the draft.
+	@$(DRAFTSMITH) train --config $(CONFIG) $(ARGS)
+
+eval: setup ## Stage 4: acceptance, replayed offline and served by vLLM.
+	@$(DRAFTSMITH) eval --config $(CONFIG) $(ARGS)
+
+export: setup ## Stage 5: the draft as vLLM loads it, proven.
+	@$(DRAFTSMITH) export --config $(CONFIG) $(ARGS)
+
+summary: setup ## What a run has made so far.
+	@$(DRAFTSMITH) summary --config $(CONFIG) $(ARGS)
+
+doctor: setup ## What this machine can run, and what is missing.
+	@$(DRAFTSMITH) doctor
+
+test: setup ## Every test that needs no GPU.
+	@$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: setup ## The tests that need a GPU.
+	@$(PY_GPU) -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy, and whether configs/schema.json is the schema's.
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@$(DRAFTSMITH) schema --check
+
+format: setup ## Mend what ruff can mend, and format.
+	@$(PY) -m ruff check --fix-only --quiet .
+	@$(PY) -m ruff format .
+
+clean: ## Remove caches and build products; runs/ and .venv stay.
+	@rm -rf build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache
+	@find . -path ./.venv -prune -o -path ./.git -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +

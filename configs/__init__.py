@@ -1,0 +1,1 @@
+"""The shipped configs, their JSON schema and the DeepSpeed settings, as data of the package."""

@@ -1,0 +1,40 @@
+"""A batch of packed documents: the one input of the draft's unroll, in training and in replay."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents laid one after another; no padding.
+
+    Attributes:
+        sample_ids: one a document.
+        offsets: document d is rows offsets[d] .. offsets[d + 1]; the last one is T.
+        input_ids_T: int64.
+        loss_mask_T: bool, r[t].
+        positions_T: int64, counting from 0 in each document.
+        aux_TAH: auxiliary states.
+        last_MH: last states before the final norm, of the rows last_rows_M (int64, ascending).
+    """
+
+    sample_ids: tuple[str, ...]
+    offsets: tuple[int, ...]
+    input_ids_T: Tensor
+    loss_mask_T: Tensor
+    positions_T: Tensor
+    aux_TAH: Tensor
+    last_MH: Tensor
+    last_rows_M: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on a device."""
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.offsets[-1]

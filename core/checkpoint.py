@@ -1,0 +1,125 @@
+"""Checkpoint folders `step-NNNNNNN/`: the draft in float32, its shape, and what training needs to go on.
+
+draft.safetensors   parameters under vLLM's names, plus d2t and t2d
+draft.json          shape, layer ids, norm form
+optimizer.pt        optimizer and schedule (torch, loaded with weights_only)
+state.json          step, plan position, inputs
+COMPLETE            written last; a folder without it does not exist for anyone
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftsmith.core.atomic import atomic_folder, write_json
+from draftsmith.core.draft import DraftModel
+from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.errors import UserError
+from draftsmith.core.objective import Objective
+from draftsmith.core.run import COMPLETE, RunFolder
+from draftsmith.core.target import Target
+from draftsmith.core.target_weights import load_target_weights
+
+WEIGHTS, DRAFT, OPTIMIZER, STATE = "draft.safetensors", "draft.json", "optimizer.pt", "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, read.
+
+    Attributes:
+        folder: where it lies.
+        shape: the draft's architecture.
+        tensors: parameters by name, without the mapping.
+        d2t, t2d: the vocabulary mapping.
+        layer_ids, norm_form: of the capture it was trained on.
+        state: what training wrote.
+    """
+
+    folder: Path
+    shape: DraftShape
+    tensors: dict[str, Tensor]
+    d2t: Tensor
+    t2d: Tensor
+    layer_ids: list[int]
+    norm_form: str
+    state: dict[str, Any]
+
+    @property
+    def target_ids(self) -> Tensor:
+        """int64 [Vd]: target id of every draft id."""
+        return self.d2t + torch.arange(len(self.d2t))
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    draft: dict[str, Any],
+    optimizer: dict[str, Any],
+    state: dict[str, Any],
+) -> None:
+    """Write one checkpoint, whole or not at all.
+
+    Args:
+        folder: `checkpoints/step-NNNNNNN`.
+        tensors: the draft's float32 state dict plus `d2t` and `t2d`.
+        draft: `shape`, `layer_ids`, `norm_form`.
+        optimizer: state dicts for torch.save.
+        state: JSON-serialisable loop state.
+    """
+    with atomic_folder(folder, marker=COMPLETE) as tmp:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, tmp / WEIGHTS)
+        torch.save(optimizer, tmp / OPTIMIZER)
+        write_json(tmp / DRAFT, draft)
+        write_json(tmp / STATE, state)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a complete checkpoint."""
+    tensors = load_file(folder / WEIGHTS)
+    draft = json.loads((folder / DRAFT).read_text(encoding="utf-8"))
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
+    return Checkpoint(
+        folder, DraftShape(**draft["shape"]), tensors, d2t, t2d, draft["layer_ids"], draft["norm_form"], state
+    )
+
+
+def final_checkpoint(run: RunFolder, needed_by: str) -> Path:
+    """The newest checkpoint of a training that ran to its end.
+
+    Raises:
+        UserError: training has not been run, or has not finished.
+    """
+    done = run.complete_checkpoints()
+    if not done:
+        raise UserError(
+            f"`{needed_by}` needs a trained draft, and {run.checkpoints} has no complete checkpoint.",
+            "Run `draftsmith train` with the same config first.",
+        )
+    state = json.loads((done[-1] / STATE).read_text(encoding="utf-8"))
+    if state["step"] < state["total_steps"]:
+        raise UserError(
+            f"training stopped at step {state['step']} of {state['total_steps']} ({done[-1]}).",
+            "Run `draftsmith train` again: it goes on from there.",
+        )
+    return done[-1]
+
+
+def build_objective(target: Target, shape: DraftShape, target_ids: Tensor, norm_form: Any) -> Objective:
+    """A draft of random weights beside the target's frozen head over its vocabulary.
+
+    Args:
+        target: resolved target.
+        shape: the draft's architecture.
+        target_ids: int64 [Vd].
+        norm_form: the target's final norm, as the capture's probe found it.
+    """
+    weights = load_target_weights(target)
+    draft = DraftModel(shape, weights.embed_VH)
+    return Objective(draft, weights.head(norm_form, target_ids), target_ids)

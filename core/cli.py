@@ -1,0 +1,150 @@
+"""`draftsmith STAGE --config FILE [section.key=value ...]`: the stages, and a few commands about them.
+
+Exit codes: 0 done, 2 bad config or input, 1 failed. The stages are imported when they are asked for: this module is
+the one place of `core` that knows them.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftsmith.core.atomic import write_text
+from draftsmith.core.config import Config
+from draftsmith.core.config_io import load_config, schema_json
+from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.run import RunFolder
+
+app = typer.Typer(
+    help="Train EAGLE3 draft models for vLLM: prompts in, a served draft out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output and make it again.")]
+
+
+@app.command()
+def prepare(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Stage 1: conversations to samples; the target answers the prompts on vLLM."""
+    _prepare(_load(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping]))
+
+
+@app.command()
+def capture(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Stage 2: hidden states of the target; prepares what is missing."""
+    from draftsmith.hidden_state_capture.stage import capture as run_capture
+
+    loaded = _load(config, overrides, fresh, lambda run: [run.hidden_states])
+    _prepare(loaded)
+    run_capture(loaded)
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Stage 3: train the draft; goes on from the newest checkpoint."""
+    from draftsmith.train.stage import train as run_train
+
+    run_train(_load(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]))
+
+
+@app.command("eval")
+def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Stage 4: replay offline, serve on vLLM, report; exports what it serves."""
+    from draftsmith.eval.stage import evaluate as run_evaluate
+
+    loaded = _load(config, overrides, fresh, lambda run: [run.eval])
+    _export(loaded)
+    run_evaluate(loaded)
+
+
+@app.command()
+def export(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Stage 5: the draft as vLLM loads it, verified."""
+    _export(_load(config, overrides, fresh, lambda run: [run.export]))
+
+
+@app.command()
+def summary(config: ConfigFile, overrides: Overrides = None) -> None:
+    """What a run has made and reached so far."""
+    from draftsmith.core.summary import print_summary
+
+    print_summary(load_config(config, overrides))
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine can run, what is missing, and how to mend it."""
+    from draftsmith.core.doctor import diagnose
+
+    raise typer.Exit(0 if diagnose() else 1)
+
+
+@app.command()
+def schema(
+    check: Annotated[bool, typer.Option("--check", help="Compare instead of writing.")] = False,
+) -> None:
+    """Write configs/schema.json, which editors use to complete and check configs."""
+    path = Path(str(files("draftsmith.configs").joinpath("schema.json")))
+    if not check:
+        write_text(path, schema_json())
+    elif not path.is_file() or path.read_text(encoding="utf-8") != schema_json():
+        raise StageFailed(f"{path} is not the schema of core/config.py; write it with `draftsmith schema`.")
+
+
+def _load(config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]]) -> Config:
+    loaded = load_config(config, overrides)
+    if fresh:
+        for path in outputs(RunFolder.of(loaded)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return loaded
+
+
+def _prepare(config: Config) -> None:
+    from draftsmith.data.stage import prepare as run_prepare
+
+    run_prepare(config)
+
+
+def _export(config: Config) -> None:
+    from draftsmith.export.stage import export as run_export
+
+    run_export(config)
+
+
+def main() -> None:
+    """Console entry point: an error of the user's is one paragraph, not a traceback."""
+    # The libraries' own bars and notices would print over our progress.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except StageFailed as error:
+        print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        print(
+            f"failed: {error}. Free space or mend permissions there, and run the stage again.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped; run the stage again to go on.", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

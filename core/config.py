@@ -1,0 +1,220 @@
+"""The one config of a run: strict, documented, free of torch and vLLM.
+
+Every number that a stage uses is a field here. Field descriptions become `configs/schema.json`, which editors use
+for completion. Loading (YAML, overrides, error messages) is in `config_io.py`.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: an unknown key is an error, a value is never silently converted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class RunConfig(Section):
+    """Where a run lives."""
+
+    name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Folder name of the run.")
+    dir: str = Field("runs", description="Folder that holds the runs; relative to the working directory.")
+    seed: int = Field(0, ge=0, description="Seed of the split, the data order and the initial weights.")
+
+
+class TargetConfig(Section):
+    """The large model that the draft will speculate for."""
+
+    path: str = Field(
+        "smollm2-135m-instruct",
+        min_length=1,
+        description="Local folder, hub id, or the embedded name `smollm2-135m-instruct`.",
+    )
+    revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Dtype the engine runs in.")
+    chat_template: str | None = Field(None, description="Path of a Jinja chat template; null: the tokenizer's own.")
+    tensor_parallel: PositiveInt = Field(1, description="GPUs that one engine is spread over.")
+    trust_remote_code: bool = Field(False, description="Allow code from the target's repository to run.")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Passed to `vllm.LLM` as they are, e.g. {gpu_memory_utilization: 0.9}.",
+    )
+
+
+class SourceConfig(Section):
+    """One source of conversations."""
+
+    path: str = Field(
+        "demo-prompts",
+        min_length=1,
+        description="JSONL file, or the embedded set `demo-prompts` (570 chat prompts).",
+    )
+    limit: PositiveInt | None = Field(None, description="Use at most this many conversations of the source.")
+    weight: float = Field(1.0, gt=0.0, le=1.0, description="Share of the source's conversations to use, drawn by seed.")
+
+
+class SamplingConfig(Section):
+    """How the target answers the prompts."""
+
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; replay is exact only for greedy replies.")
+    max_tokens: PositiveInt = Field(256, description="Longest reply in tokens.")
+
+
+class DataConfig(Section):
+    """Conversations -> samples that are token-exact as served."""
+
+    sources: list[SourceConfig] = Field(default_factory=lambda: [SourceConfig()], min_length=1)
+    replies: Literal["regenerate"] = Field(
+        "regenerate",
+        description="regenerate: the target answers every user turn; replies in the source are dropped.",
+    )
+    sampling: SamplingConfig = SamplingConfig()
+    max_length: int = Field(2048, ge=8, description="Longest sample in tokens, prompt and reply together.")
+    eval_share: float = Field(0.1, ge=0.0, lt=1.0, description="Share of conversations held out from training.")
+    draft_vocab_size: PositiveInt | None = Field(
+        8192,
+        description="Tokens the draft can propose, the replies' most frequent ones; null: the full vocabulary.",
+    )
+    max_skip_share: Share = Field(0.05, description="A larger share of unusable rows stops `prepare`.")
+
+
+class ProbeConfig(Section):
+    """The check at every capture start that the states are the target's own."""
+
+    samples: PositiveInt = Field(8, description="Samples that are probed.")
+    max_tokens: int = Field(256, ge=2, description="Tokens of each that are probed.")
+    transformers_max_bytes: int = Field(
+        4 * 1024**3,
+        ge=0,
+        description="Targets whose weights are larger are not also compared with transformers.",
+    )
+    max_state_error: float = Field(
+        0.05,
+        gt=0.0,
+        description="Bound on the median per-token relative error of each layer against transformers.",
+    )
+    min_argmax_agreement: Share = Field(
+        0.95,
+        description="Least share of positions where lm_head(norm(last state)) picks the engine's greedy token.",
+    )
+
+
+class CaptureConfig(Section):
+    """Prefill of the samples on vLLM; hidden states to disk."""
+
+    layer_ids: Literal["auto"] | list[int] = Field(
+        "auto",
+        description="Auxiliary layers in vLLM's convention (k: the residual stream after k layers). auto: 2, n//2, n-3.",
+    )
+    storage: Literal["bf16"] = Field("bf16", description="Number format of the states on disk.")
+    mode: Literal["store"] = Field("store", description="store: all states are written before training starts.")
+    shard_bytes: int = Field(1024**3, ge=1024, description="Shards are closed when they reach this size.")
+    pending_bytes: int = Field(
+        2 * 1024**3,
+        ge=1024,
+        description="States that may wait in host memory for the disk before the engine waits.",
+    )
+    max_batched_tokens: PositiveInt = Field(8192, description="Tokens the engine prefills in one step.")
+    max_num_seqs: PositiveInt = Field(256, description="Sequences the engine holds at once.")
+    max_rejected_share: Share = Field(
+        0.01, description="A larger share of samples with non-finite or all-zero states stops the stage."
+    )
+    probe: ProbeConfig = ProbeConfig()
+
+
+class DraftConfig(Section):
+    """Shape of the EAGLE3 head; null means: as in the target."""
+
+    num_heads: PositiveInt | None = Field(None, description="Attention heads.")
+    num_kv_heads: PositiveInt | None = Field(None, description="Key/value heads.")
+    head_dim: PositiveInt | None = Field(None, description="Width of one head.")
+    intermediate_size: PositiveInt | None = Field(None, description="Width of the MLP.")
+    norm_before_residual: bool = Field(False, description="The residual branch takes the normed feature.")
+    norm_before_fc: bool = Field(False, description="One RMSNorm over the concatenated auxiliary states.")
+    fc_norm: bool = Field(False, description="One RMSNorm per auxiliary state (EAGLE 3.1).")
+    norm_output: bool = Field(False, description="The next step is fed the normed output (EAGLE 3.1).")
+    init_lm_head: Literal["target", "random"] = Field(
+        "target", description="target: start from the target's lm_head rows and final norm."
+    )
+
+
+class TrainConfig(Section):
+    """Training-time test of the EAGLE3 head."""
+
+    engine: Literal["accelerate"] = Field("accelerate", description="accelerate: one process per GPU, or the CPU.")
+    ttt_steps: PositiveInt = Field(7, description="Training-time-test steps J.")
+    step_decay: float = Field(0.8, gt=0.0, le=1.0, description="Step j weighs step_decay^(j-1) in the loss.")
+    loss: Literal["soft_ce"] = Field(
+        "soft_ce", description="Soft cross-entropy against the target renormalised over the draft vocabulary."
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Arithmetic of the matrix products; weights are float32. auto: bfloat16 on a GPU."
+    )
+    tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of one batch on one process.")
+    epochs: PositiveInt = Field(10, description="Passes over the training samples.")
+    learning_rate: float = Field(1.0e-4, gt=0.0)
+    betas: list[Share] = Field(
+        default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW moments' decay."
+    )
+    weight_decay: float = Field(0.0, ge=0.0)
+    warmup_ratio: float = Field(0.015, ge=0.0, lt=1.0, description="Share of the optimizer steps that warm up.")
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    max_grad_norm: float = Field(0.5, gt=0.0, description="Gradients are clipped to this norm.")
+    max_skipped_steps: PositiveInt = Field(10, description="Non-finite gradients in a row that stop training.")
+    log_interval: PositiveInt = Field(10, description="Optimizer steps between log lines.")
+    eval_interval: PositiveInt = Field(200, description="Optimizer steps between evaluations on held-out samples.")
+    save_interval: PositiveInt = Field(200, description="Optimizer steps between checkpoints.")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
+    trackers: list[Literal["wandb", "tensorboard", "trackio"]] = Field(
+        default_factory=list, description="Accelerate trackers; metrics.jsonl is always written."
+    )
+
+
+class EvalConfig(Section):
+    """Replay on held-out samples, and serving with the exported draft."""
+
+    k: list[PositiveInt] = Field(default_factory=lambda: [3], min_length=1, description="Draft lengths.")
+    temperature: list[Annotated[float, Field(ge=0.0)]] = Field(default_factory=lambda: [0.0], min_length=1)
+    concurrency: list[PositiveInt] = Field(default_factory=lambda: [1], min_length=1, description="Requests in flight.")
+    sets: list[str] = Field(
+        default_factory=list,
+        description="JSONL files (`messages` or `prompt`); the held-out samples are always a set.",
+    )
+    max_prompts: PositiveInt | None = Field(None, description="Prompts served per set; null: all.")
+    bootstrap: PositiveInt = Field(1000, description="Bootstrap draws of the confidence intervals.")
+
+
+class ExportConfig(Section):
+    """The checkpoint that vLLM loads."""
+
+    format: Literal["hf"] = Field("hf", description="hf: plain Hugging Face layout as vLLM reads it.")
+    verify: bool = Field(True, description="Check completeness and that the reloaded draft gives the trainer's logits.")
+    max_logit_error: float = Field(
+        0.02, gt=0.0, description="Bound on the relative error of the exported (bfloat16) draft's logits."
+    )
+
+
+class Config(Section):
+    """Everything a run needs, from prompts to a served draft."""
+
+    run: RunConfig = RunConfig()
+    target: TargetConfig = TargetConfig()
+    data: DataConfig = DataConfig()
+    capture: CaptureConfig = CaptureConfig()
+    draft: DraftConfig = DraftConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="after")
+    def _reply_fits(self) -> Self:
+        if self.data.sampling.max_tokens >= self.data.max_length:
+            raise ValueError(
+                f"data.sampling.max_tokens ({self.data.sampling.max_tokens}) must be below "
+                f"data.max_length ({self.data.max_length}), which holds the prompt too"
+            )
+        return self

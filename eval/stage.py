@@ -1,0 +1,92 @@
+"""`eval`: replay, serving with and without the draft, and the report."""
+
+from typing import Any
+
+from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
+from draftsmith.core.config import Config
+from draftsmith.core.draft_folder import read_draft_folder
+from draftsmith.core.engine import require_vllm
+from draftsmith.core.errors import UserError
+from draftsmith.core.manifest import (
+    check_inputs,
+    manifest_hash,
+    package_versions,
+    read_manifest,
+    require_manifest,
+    write_manifest,
+)
+from draftsmith.core.progress import say
+from draftsmith.core.run import RunFolder
+from draftsmith.core.target import resolve_target
+from draftsmith.eval.offline import held_out_batches, objective_figures, replay
+from draftsmith.eval.report import write_report
+from draftsmith.eval.served import prompt_sets, report_rows, serve
+from draftsmith.hidden_state_capture.reader import HiddenStateStore
+
+
+def evaluate(config: Config) -> None:
+    """Replay and serve the exported draft, and write `eval/report.{json,md,html}`.
+
+    Raises:
+        UserError: an earlier stage has not been run, or there is nothing to evaluate on.
+        StageFailed: an engine died.
+    """
+    run = RunFolder.of(config)
+    exported = require_manifest(run.export, "export", "eval")
+    checkpoint = read_checkpoint(final_checkpoint(run, "eval"))
+    if checkpoint.folder.name != exported["checkpoint"]:
+        raise UserError(
+            f"{run.export} holds {exported['checkpoint']}, and training ended at {checkpoint.folder.name}.",
+            "Export again with --fresh.",
+        )
+    inputs = eval_inputs(config, run)
+    if manifest := read_manifest(run.eval):
+        check_inputs(run.eval, manifest, inputs)
+        say(f"report: {run.eval}/report.html (already there)")
+        return
+    require_vllm("eval")
+    run.open(config)
+    target = resolve_target(config.target)
+    store = HiddenStateStore(run.hidden_states, "eval")
+    batches = held_out_batches(store, config.train.tokens_per_batch)
+    report: dict[str, Any] = {"replay": [], "served": [], "objective": None}
+    if batches:
+        norm_form = store.manifest["last_state"]["norm_form"]
+        report["replay"], _ = replay(config, target, read_draft_folder(run.export), norm_form, batches)
+        report["objective"] = objective_figures(config, target, checkpoint, batches)
+    sets = prompt_sets(config, target)
+    without = serve(config, target, sets, None, 0)
+    for k in config.eval.k:
+        report["served"] += report_rows(k, serve(config, target, sets, run.export.resolve(), k), without)
+    report["settings"] = settings(config, exported, store)
+    report["versions"] = package_versions()
+    write_report(run, config, report)
+    write_manifest(run.eval, "eval", inputs, {"report": "report.json"})
+
+
+def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
+    """Everything that decides the report, machine and chance apart."""
+    return {
+        "export_manifest_sha256": manifest_hash(run.export),
+        "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
+        "eval": config.eval.model_dump(mode="json"),
+        "sampling": config.data.sampling.model_dump(mode="json"),
+        "seed": config.run.seed,
+    }
+
+
+def settings(config: Config, exported: dict[str, Any], store: HiddenStateStore) -> dict[str, Any]:
+    """What it takes to get the same figures again."""
+    return {
+        "target": store.manifest["target"],
+        "layer_ids": store.manifest["layer_ids"],
+        "checkpoint": exported["checkpoint"],
+        "export_weights_sha256": exported["weights_sha256"],
+        "prefix_caching": False,
+        "chat_template": "applied",
+        "max_tokens": config.data.sampling.max_tokens,
+        "max_length": config.data.max_length,
+        "tensor_parallel": config.target.tensor_parallel,
+        "engine_args": config.target.engine_args,
+        "seed": config.run.seed,
+    }

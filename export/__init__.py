@@ -1,0 +1,1 @@
+"""A trained draft as the checkpoint that vLLM loads, proven complete."""

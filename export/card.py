@@ -1,0 +1,48 @@
+"""README.md of an exported draft: what it is, how it was made, what it reaches, how to serve it."""
+
+import json
+from typing import Any
+
+from draftsmith.core.checkpoint import Checkpoint
+from draftsmith.core.config import Config
+
+
+def model_card(config: Config, checkpoint: Checkpoint, layer_ids: list[int], report: dict[str, Any] | None) -> str:
+    """Markdown; acceptance figures only where an evaluation of this very draft is at hand."""
+    shape, target = checkpoint.shape, config.target.path
+    spec = json.dumps({"method": "eagle3", "model": "PATH_OF_THIS_FOLDER", "num_speculative_tokens": config.eval.k[0]})
+    parameters = sum(t.numel() for t in checkpoint.tensors.values())
+    flags = [f for f in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(shape, f)]
+    return f"""---
+base_model: {target}
+library_name: vllm
+tags: [eagle3, speculative-decoding]
+---
+# EAGLE3 draft for {target}
+
+One decoder layer ({parameters / 1e6:.1f} M parameters, {shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}) over the
+target's states after layers {", ".join(map(str, layer_ids))} (vLLM's layer ids); it proposes {shape.draft_vocab_size:,} of the target's
+{shape.vocab_size:,} tokens. Architecture flags: {", ".join(flags) or "none"}. Target revision: {config.target.revision or "as found locally"}.
+
+## Serve
+
+    vllm serve {target} --speculative-config '{spec}'
+{_acceptance(report)}
+## Training
+
+{checkpoint.state["total_steps"]:,} steps of {config.train.tokens_per_batch:,} packed tokens, {config.train.ttt_steps} training-time-test steps,
+on replies that the target itself gave (temperature {config.data.sampling.temperature}). `manifest.json` has the hashes and versions,
+`verification.json` what was checked. Made with draftsmith.
+"""
+
+
+def _acceptance(report: dict[str, Any] | None) -> str:
+    if not report:
+        return ""
+    rows = [
+        f"| {r['set']} | {r['k']} | {r['temperature']} | {r['concurrency']} | {r['acceptance_length']:.3f} | "
+        f"{r['tokens_per_second']:.0f} | {r['baseline_tokens_per_second']:.0f} |"
+        for r in report["served"]
+    ]
+    head = "| set | K | temperature | concurrency | acceptance length | tokens/s | without draft |\n|---|---|---|---|---|---|---|\n"
+    return "\n## Acceptance, served on vLLM\n\n" + head + "\n".join(rows) + "\n"

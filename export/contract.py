@@ -1,0 +1,83 @@
+"""What vLLM needs of an EAGLE3 draft, checked by us: it loads a draft with missing tensors without an error.
+
+Silent traps (reference: vLLM's `llama_eagle3.py`): a missing norm or projection keeps random values, a missing
+lm_head borrows the target's first rows, a missing d2t means offsets of zero.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.core.draft import DraftModel
+from draftsmith.core.draft_shape import DraftShape
+
+
+def required_tensors(shape: DraftShape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a complete export."""
+    with torch.device("meta"):
+        draft = DraftModel(shape, torch.empty(shape.vocab_size, shape.hidden_size))
+    tensors = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    if shape.draft_vocab_size != shape.vocab_size:
+        tensors |= {"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}
+    return tensors
+
+
+def find_problems(shape: DraftShape, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:
+    """Everything that keeps a draft from being complete and consistent; empty: it is.
+
+    Args:
+        shape: what was trained.
+        tensors: the exported tensors by name.
+        config: the exported config.json.
+    """
+    wanted = required_tensors(shape)
+    problems = [f"missing tensor {name}" for name in wanted.keys() - tensors.keys()]
+    problems += [f"unexpected tensor {name}" for name in tensors.keys() - wanted.keys()]
+    for name in wanted.keys() & tensors.keys():
+        if tuple(tensors[name].shape) != wanted[name]:
+            problems.append(f"{name} has shape {tuple(tensors[name].shape)}, not {wanted[name]}")
+        elif tensors[name].is_floating_point() and not torch.isfinite(tensors[name]).all():
+            problems.append(f"{name} has values that are not finite")
+    if "d2t" in wanted and {"d2t", "t2d"} <= tensors.keys():
+        problems += _mapping_problems(tensors["d2t"], tensors["t2d"])
+    problems += [f"config.json lacks {key}" for key in required_config(shape).keys() - config.keys()]
+    problems += [
+        f"config.json says {key}: {config[key]}, the draft has {value}"
+        for key, value in required_config(shape).items()
+        if key in config and config[key] != value
+    ]
+    return sorted(problems)
+
+
+def required_config(shape: DraftShape) -> dict[str, Any]:
+    """config.json keys that decide how vLLM runs the draft, with the only right value."""
+    return {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "num_aux_hidden_states": shape.num_aux,
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_before_fc": shape.norm_before_fc,
+        "fc_norm": shape.fc_norm,
+        "norm_output": shape.norm_output,
+        "rope_parameters": shape.rope,
+        "rope_theta": shape.rope["rope_theta"],
+    }
+
+
+def _mapping_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
+    ids = d2t + torch.arange(len(d2t))
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        return [f"d2t is {d2t.dtype} and t2d is {t2d.dtype}, not int64 and bool"]
+    if int(ids.min()) < 0 or int(ids.max()) >= len(t2d):
+        return ["d2t points outside the target's vocabulary (absolute ids instead of offsets?)"]
+    if len(ids.unique()) != len(ids):
+        return ["d2t maps two draft ids to one target id"]
+    return [] if torch.equal(ids.sort().values, t2d.nonzero().squeeze(1)) else ["d2t and t2d name different tokens"]

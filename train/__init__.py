@@ -1,0 +1,1 @@
+"""Training of the EAGLE3 draft by training-time test."""

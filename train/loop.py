@@ -1,0 +1,164 @@
+"""The training loop: one optimizer step a batch, the same on one process and on many."""
+
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from draftsmith.core.batch import Batch
+from draftsmith.core.config import Config
+from draftsmith.core.errors import StageFailed
+from draftsmith.core.objective import Objective, StepSums, supervised_rows, training_loss
+from draftsmith.core.progress import Meter, meter
+from draftsmith.core.replay import SampleRounds, acceptance, chain_matches, walk
+from draftsmith.data.batching import collate, epoch_order, plan_batches, rank_share
+from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train.metrics import Metrics
+from draftsmith.train.optim import learning_rate
+from draftsmith.train.state import TrainState, save
+
+
+@dataclass
+class Trainer:
+    """What the loop works on.
+
+    Attributes:
+        objective: as Accelerate prepared it; `bare` is the module itself.
+        plan: sample numbers of every step of this rank, over all epochs.
+        held_out: sample numbers of the held-out split.
+        state: loop state; `state.step` optimizer steps are done.
+    """
+
+    config: Config
+    accelerator: Accelerator
+    store: HiddenStateStore
+    objective: torch.nn.Module
+    bare: Objective
+    optimizer: torch.optim.Optimizer
+    plan: list[list[int]]
+    held_out: list[int]
+    metrics: Metrics
+    state: TrainState
+
+    def run(self) -> None:
+        """Train to the end of the plan, evaluating and saving on the way."""
+        config, total = self.config.train, len(self.plan)
+        tokens, since = 0, time.monotonic()
+        with meter("train", total, "steps", start=self.state.step) as shown:
+            for batch in self._batches(self.state.step):
+                sums, rows, norm = self._optimizer_step(batch)
+                self.state.step += 1
+                tokens += batch.num_tokens * self.accelerator.num_processes
+                step, last = self.state.step, self.state.step == total
+                if step % config.log_interval == 0 or last:
+                    now = time.monotonic()
+                    self._log(shown, sums, rows, norm, tokens / (now - since))
+                    tokens, since = 0, now
+                if step % config.eval_interval == 0 or last:
+                    self._evaluate()
+                if step % config.save_interval == 0 or last:
+                    save(self)
+                shown.advance()
+
+    def _batches(self, start: int) -> Iterator[Batch]:
+        """Batches of the plan from step `start`, the next one read while this one is worked on."""
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(collate, self.store, self.plan[start]) if start < len(self.plan) else None
+            for step in range(start, len(self.plan)):
+                assert coming is not None
+                batch = coming.result()
+                if step + 1 < len(self.plan):
+                    coming = pool.submit(collate, self.store, self.plan[step + 1])
+                yield batch.to(self.accelerator.device)
+
+    def _optimizer_step(self, batch: Batch) -> tuple[StepSums, Tensor, float]:
+        config, accelerator = self.config.train, self.accelerator
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.state.step, len(self.plan))
+        rows_J = accelerator.reduce(supervised_rows(batch, config.ttt_steps))
+        with accelerator.autocast():
+            sums = self.objective(batch, config.ttt_steps)
+        # Gradients are averaged over ranks; the loss is a sum over them.
+        loss = training_loss(sums, rows_J, config.step_decay) * accelerator.num_processes
+        accelerator.backward(loss)
+        norm = float(accelerator.clip_grad_norm_(self.bare.draft.parameters(), config.max_grad_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.state.skipped_in_a_row = 0
+        else:
+            self._skip(batch, norm)
+        self.optimizer.zero_grad()
+        return sums, rows_J, norm
+
+    def _skip(self, batch: Batch, norm: float) -> None:
+        """A step whose gradient is not finite is not taken, but never silently."""
+        self.state.skipped_in_a_row += 1
+        self.metrics.log(self.state.step + 1, skipped_step=1, grad_norm=str(norm), sample_ids=list(batch.sample_ids))
+        if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
+            raise StageFailed(
+                f"the gradient was not finite in {self.state.skipped_in_a_row} steps in a row, last at step "
+                f"{self.state.step + 1} (samples {', '.join(batch.sample_ids[:3])}, ...); lower train.learning_rate."
+            )
+
+    def _log(self, shown: Meter, sums: StepSums, rows_J: Tensor, norm: float, rate: float) -> None:
+        config = self.config.train
+        loss_J = self.accelerator.reduce(sums.loss_J.detach()) / rows_J.clamp_min(1)
+        hits_J = self.accelerator.reduce(sums.hits_J) / rows_J.clamp_min(1)
+        loss = float(sum(config.step_decay**j * x for j, x in enumerate(loss_J.tolist())))
+        accuracy = hits_J.tolist()
+        self.metrics.log(
+            self.state.step,
+            loss=loss,
+            loss_per_step=loss_J.tolist(),
+            accuracy_per_step=accuracy,
+            learning_rate=learning_rate(config, self.state.step - 1, len(self.plan)),
+            grad_norm=norm if math.isfinite(norm) else None,
+            tokens_per_second=rate,
+        )
+        figures = {
+            "loss": f"{loss:.3f}",
+            "acc": " ".join(f"{a:.2f}" for a in accuracy),
+            "tok/s": f"{rate:,.0f}",
+        }
+        shown.figures(**figures)
+
+    def _evaluate(self) -> None:
+        """Replay the held-out samples with the draft as it is (every rank does the same small work)."""
+        if not self.held_out:
+            return
+        config, steps = self.config.train, self.config.train.ttt_steps
+        rounds: list[SampleRounds] = []
+        totals = torch.zeros(3, steps)
+        lengths = self.store.lengths(self.held_out)
+        for batch_numbers in plan_batches(lengths, config.tokens_per_batch):
+            batch = collate(self.store, [self.held_out[i] for i in batch_numbers]).to(self.accelerator.device)
+            with self.accelerator.autocast():
+                leading, sums = chain_matches(self.bare, batch, steps)
+            rounds += walk(batch, leading, steps)
+            totals += torch.stack([sums.loss_J, sums.rows_J, sums.hits_J])
+        rows = totals[1].clamp_min(1)
+        figures = acceptance(rounds, steps)
+        self.metrics.log(
+            self.state.step,
+            eval_loss_per_step=(totals[0] / rows).tolist(),
+            eval_accuracy_per_step=(totals[2] / rows).tolist(),
+            eval_acceptance_length=figures["acceptance_length"],
+            eval_per_position=figures["per_position"],
+        )
+
+
+def training_plan(store: HiddenStateStore, config: Config, rank: int, world_size: int) -> list[list[int]]:
+    """Sample numbers of every optimizer step of one rank, over all epochs; only config and store decide it."""
+    numbers = store.numbers("train")
+    lengths = store.lengths(numbers)
+    plan: list[list[int]] = []
+    for epoch in range(config.train.epochs):
+        order = epoch_order(len(numbers), config.run.seed, epoch)
+        batches = plan_batches(lengths, config.train.tokens_per_batch, order)
+        plan += [[numbers[i] for i in batch] for batch in rank_share(batches, rank, world_size)]
+    return plan

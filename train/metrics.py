@@ -1,0 +1,70 @@
+"""Where training's figures go: `metrics.jsonl` always, Accelerate's trackers by config."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from draftsmith.core.atomic import write_text
+from draftsmith.core.config import Config
+from draftsmith.core.progress import say
+
+
+class Metrics:
+    """Appends one JSON object a line; only the main process writes."""
+
+    def __init__(self, path: Path, accelerator: Accelerator, config: Config, resumed_step: int) -> None:
+        self.path, self.accelerator = path, accelerator
+        self._trackers = bool(config.train.trackers)
+        if accelerator.is_main_process:
+            # What a killed run logged after its last checkpoint will be logged again.
+            kept = [line for line in _lines(path) if json.loads(line)["step"] <= resumed_step]
+            write_text(path, "".join(line + "\n" for line in kept))
+        if self._trackers:
+            self._start_trackers(config)
+
+    def _start_trackers(self, config: Config) -> None:
+        try:
+            self.accelerator.init_trackers(
+                f"draftsmith-{config.run.name}", config=_flat(config.model_dump(mode="json"))
+            )
+        except Exception as error:  # a tracker's outage must not cost a training run
+            say(
+                f"warning: trackers {config.train.trackers} did not start ({error}); metrics.jsonl is written all the same"
+            )
+            self._trackers = False
+
+    def log(self, step: int, **values: Any) -> None:
+        """Record figures of an optimizer step; lists get one scalar per entry in the trackers."""
+        if self.accelerator.is_main_process:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        if self._trackers:
+            self.accelerator.log(_flat(values), step=step)
+
+    def close(self) -> None:
+        """Let the trackers finish."""
+        if self._trackers:
+            self.accelerator.end_training()
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    # A line cut off by a kill has no end; json would not read it.
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+def _flat(value: dict[str, Any], at: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        name = f"{at}{key}"
+        if isinstance(item, dict):
+            flat |= _flat(item, f"{name}.")
+        elif isinstance(item, list):
+            flat |= _flat({str(i + 1): part for i, part in enumerate(item)}, f"{name}/")
+        elif item is not None:
+            flat[name] = item
+    return flat

@@ -1,0 +1,137 @@
+"""`train`: hidden states -> draft checkpoints."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from draftsmith.core.atomic import sha256_file
+from draftsmith.core.checkpoint import Checkpoint, build_objective, read_checkpoint
+from draftsmith.core.config import Config
+from draftsmith.core.draft_shape import resolve_shape
+from draftsmith.core.engine import has_cuda
+from draftsmith.core.errors import UserError
+from draftsmith.core.manifest import check_inputs, manifest_hash
+from draftsmith.core.objective import Objective
+from draftsmith.core.progress import say
+from draftsmith.core.run import RunFolder
+from draftsmith.core.target import Target, resolve_target
+from draftsmith.core.target_weights import load_target_weights
+from draftsmith.core.vocab import load_mapping
+from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train.loop import Trainer, training_plan
+from draftsmith.train.metrics import Metrics
+from draftsmith.train.optim import make_optimizer
+from draftsmith.train.state import TrainState, load_optimizer
+
+# Settings that change what is written on the way, but not the trained draft.
+_NO_INPUT = {
+    "log_interval",
+    "eval_interval",
+    "save_interval",
+    "keep_checkpoints",
+    "trackers",
+    "max_skipped_steps",
+}
+
+
+def train(config: Config) -> None:
+    """Train the draft; goes on from the newest complete checkpoint.
+
+    Raises:
+        UserError: capture has not been run, or the run was trained with other settings.
+        StageFailed: gradients stayed non-finite.
+    """
+    run = RunFolder.of(config)
+    store = HiddenStateStore(run.hidden_states, "train")
+    target = resolve_target(config.target)
+    accelerator = _accelerator(config, run)
+    inputs = train_inputs(config, run)
+    plan = training_plan(store, config, accelerator.process_index, accelerator.num_processes)
+    if not plan:
+        raise UserError(f"{run.hidden_states} holds no training sample.", "Add prompts, or lower data.eval_share.")
+    state = TrainState(0, len(plan), 0, accelerator.num_processes, inputs)
+    checkpoint = _newest(run, state)
+    if checkpoint and checkpoint.state["step"] == len(plan):
+        say(f"draft: {checkpoint.folder} (already there)")
+        return
+    if accelerator.is_main_process:
+        run.open(config)
+    set_seed(config.run.seed)
+    trainer = _trainer(config, run, store, target, accelerator, plan, state, checkpoint)
+    trainer.run()
+    trainer.metrics.close()
+    say(f"draft: {len(plan)} steps -> {run.checkpoints}/step-{len(plan):07d}")
+
+
+def train_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
+    """Everything that decides the trained draft, the number of processes apart."""
+    return {
+        "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
+        "vocab_mapping_sha256": sha256_file(run.vocab_mapping),
+        "draft": config.draft.model_dump(mode="json"),
+        "train": config.train.model_dump(mode="json", exclude=_NO_INPUT),
+        "seed": config.run.seed,
+    }
+
+
+def _accelerator(config: Config, run: RunFolder) -> Accelerator:
+    wanted = config.train.precision
+    half = wanted == "bfloat16" or (wanted == "auto" and has_cuda())
+    return Accelerator(
+        mixed_precision="bf16" if half else "no",
+        log_with=list(config.train.trackers) or None,
+        project_dir=str(run.root),
+    )
+
+
+def _newest(run: RunFolder, state: TrainState) -> Checkpoint | None:
+    done = run.complete_checkpoints()
+    if not done:
+        return None
+    checkpoint = read_checkpoint(done[-1])
+    recorded = checkpoint.state
+    check_inputs(done[-1], {"stage": "train", "inputs": recorded["inputs"]}, state.inputs)
+    if recorded["world_size"] != state.world_size and recorded["step"] < recorded["total_steps"]:
+        raise UserError(
+            f"{done[-1]} was saved by {recorded['world_size']} processes and this is {state.world_size}.",
+            "Go on with the same number, or start again with --fresh.",
+        )
+    return checkpoint
+
+
+def _trainer(
+    config: Config,
+    run: RunFolder,
+    store: HiddenStateStore,
+    target: Target,
+    accelerator: Accelerator,
+    plan: list[list[int]],
+    state: TrainState,
+    checkpoint: Checkpoint | None,
+) -> Trainer:
+    mapping = load_mapping(run.vocab_mapping)
+    shape = resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), len(mapping.d2t))
+    norm_form = store.manifest["last_state"]["norm_form"]
+    bare = build_objective(target, shape, torch.from_numpy(mapping.target_ids), norm_form)
+    if checkpoint:
+        bare.draft.load_state_dict(checkpoint.tensors)
+        state.step, state.skipped_in_a_row = checkpoint.state["step"], checkpoint.state["skipped_in_a_row"]
+        say(f"draft: going on from step {state.step} of {len(plan)}")
+    elif config.draft.init_lm_head == "target":
+        init_from_target(bare, target, torch.from_numpy(mapping.target_ids), norm_form)
+    optimizer: Any = make_optimizer(config.train, list(bare.draft.parameters()))
+    objective, optimizer = accelerator.prepare(bare, optimizer)
+    if checkpoint:
+        load_optimizer(checkpoint, optimizer)
+    metrics = Metrics(run.metrics, accelerator, config, state.step)
+    return Trainer(config, accelerator, store, objective, bare, optimizer, plan, store.numbers("eval"), metrics, state)
+
+
+def init_from_target(objective: Objective, target: Target, target_ids: torch.Tensor, norm_form: str) -> None:
+    """Start lm_head and the final norm from the target's: the draft's output then speaks its language from step 1."""
+    weights = load_target_weights(target)
+    with torch.no_grad():
+        objective.draft.lm_head.weight.copy_(weights.head_VH[target_ids])
+        objective.draft.norm.weight.copy_(weights.norm_H.float() + (1.0 if norm_form == "rms_plus_one" else 0.0))
