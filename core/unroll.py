@@ -84,6 +84,7 @@ def unroll(draft: DraftModel, batch: Batch, steps: int) -> Iterator[Step]:
     k_TGD, v_TGD = attention.key_value(x_T2H, draft.rope(batch.positions_T))
     q_RND = attention.query(x_T2H[rows_R], draft.rope(batch.positions_T[rows_R]))
     residual_RH = residual_TH[rows_R]
+    feature_RH = residual_RH  # step 1 has no earlier output; from step 2 on, the step before's
     own: list[tuple[Tensor, Tensor]] = []  # keys and values [R, G, D] of steps 2..j
 
     for j in range(1, steps + 1):
@@ -122,7 +123,7 @@ def attend(
     Returns:
         [R, N, D].
     """
-    rows, heads, width = q_RND.shape
+    _, heads, width = q_RND.shape
     groups = k_TGD.shape[1]
     q_RGSD = q_RND.unflatten(1, (groups, heads // groups)) * width**-0.5
     bounds = torch.searchsorted(rows_R, torch.tensor(offsets, device=rows_R.device)).tolist()
@@ -142,4 +143,7 @@ def attend(
         for i, (_, v) in enumerate(own):
             mixed = mixed + weights[..., size + i, None] * v[here].unsqueeze(2)
         parts.append(mixed.flatten(1, 2))
-    return torch.cat(parts) if parts else q_RND.new_zeros(rows, heads, width)
+    if not parts:
+        # No rows, but still part of the graph: a rank without supervised rows must reach every parameter's gradient.
+        return q_RND + 0.0 * (k_TGD.sum() + v_TGD.sum())
+    return torch.cat(parts)

@@ -1,0 +1,170 @@
+"""What the store alone tells: replay of the export, the objective of the checkpoint, and what the report depends on."""
+
+import pytest
+
+from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
+from draftsmith.core.draft_folder import read_draft_folder
+from draftsmith.core.errors import UserError
+from draftsmith.core.run import RunFolder
+from draftsmith.core.target import resolve_target
+from draftsmith.eval.offline import held_out_batches, objective_figures, replay
+from draftsmith.eval.served import HELD_OUT, prompt_sets
+from draftsmith.eval.stage import eval_inputs, evaluate
+from draftsmith.export.stage import export
+from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train.stage import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def exported(synthetic_run):
+    train(synthetic_run)
+    export(synthetic_run)
+    return synthetic_run
+
+
+def batches_of(config, tokens):
+    return held_out_batches(HiddenStateStore(RunFolder.of(config).hidden_states), tokens)
+
+
+def replayed(config, tokens=64):
+    draft = read_draft_folder(RunFolder.of(config).export)
+    return replay(config, resolve_target(config.target), draft, "rms", batches_of(config, tokens))
+
+
+def test_only_held_out_samples_are_replayed(exported, synthetic_samples):
+    rows, rounds = replayed(exported)
+    held_out = {s.sample_id for s in synthetic_samples if s.split == "eval"}
+    assert {r.sample_id for r in rounds[3]} == held_out
+    assert [(r["k"], r["samples"], r["exact"]) for r in rows] == [(1, 4, True), (3, 4, True)]
+
+
+def test_the_rounds_walk_every_reply_to_its_end(exported, synthetic_samples):
+    lengths = {s.sample_id: s.loss_spans[0][1] - s.loss_spans[0][0] for s in synthetic_samples}
+    for k, rounds in replayed(exported)[1].items():
+        for sample in rounds:
+            assert all(0 <= n <= k for n in sample.accepted)
+            # The first token comes from the prefill; every round then emits its accepted tokens and one more. A last
+            # token alone needs no draft.
+            assert lengths[sample.sample_id] - sum(n + 1 for n in sample.accepted) == 1
+
+
+def test_the_figures_follow_from_the_rounds(exported):
+    rows, rounds = replayed(exported)
+    for row in rows:
+        flat = [n for sample in rounds[row["k"]] for n in sample.accepted]
+        assert row["rounds"] == len(flat)
+        assert row["acceptance_length"] == pytest.approx(1 + sum(flat) / len(flat))
+        assert sum(row["per_position"]) == pytest.approx(row["acceptance_length"] - 1)
+        assert row["ci95"][0] <= row["acceptance_length"] <= row["ci95"][1]
+
+
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_packing_changes_neither_replay_nor_objective(exported, tokens):
+    assert replayed(exported, tokens)[0] == replayed(exported)[0]
+    checkpoint = read_checkpoint(final_checkpoint(RunFolder.of(exported), "test"))
+    target = resolve_target(exported.target)
+    one, other = (objective_figures(exported, target, checkpoint, batches_of(exported, t)) for t in (64, tokens))
+    assert one["supervised_rows_per_step"] == other["supervised_rows_per_step"]
+    assert one["loss_per_step"] == pytest.approx(other["loss_per_step"], rel=1e-5)
+
+
+def test_the_objective_counts_the_rows_of_the_alignment(exported, synthetic_samples):
+    checkpoint = read_checkpoint(final_checkpoint(RunFolder.of(exported), "test"))
+    figures = objective_figures(exported, resolve_target(exported.target), checkpoint, batches_of(exported, 64))
+    replies = [b - a for s in synthetic_samples if s.split == "eval" for a, b in s.loss_spans]
+    # At step j the row needs j + 1 reply tokens after it: a reply of n tokens has n - j such rows.
+    assert figures["supervised_rows_per_step"] == [sum(n - j for n in replies) for j in (1, 2, 3)]
+    assert figures["checkpoint"] == "step-0000011" and figures["loss"] == "soft_ce"
+
+
+def test_sampled_replies_are_marked_as_an_estimate(exported, changed):
+    config = changed(exported, data={"sampling": {"temperature": 1.0, "max_tokens": 16}})
+    assert not any(row["exact"] for row in replayed(config)[0])
+
+
+# ---- prompts to serve ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_set(exported, changed, tmp_path):
+    def make(text, **values):
+        path = tmp_path / "my set.jsonl"
+        path.write_text(text)
+        return changed(exported, eval={"sets": [str(path)], **values})
+
+    return make
+
+
+def sets_of(config):
+    return prompt_sets(config, resolve_target(config.target))
+
+
+def test_the_held_out_prompts_are_a_set_of_their_own(exported, synthetic_samples):
+    (held_out,) = sets_of(exported)
+    samples = [s for s in synthetic_samples if s.split == "eval"]
+    assert held_out.name == HELD_OUT
+    assert held_out.prompts == [s.input_ids[: s.loss_spans[0][0]] for s in samples]
+    assert held_out.max_tokens == [16] * 4
+
+
+def test_a_set_is_named_after_its_file_and_limited(with_set):
+    config = with_set('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n', max_prompts=2)
+    assert [(s.name, len(s.prompts)) for s in sets_of(config)] == [(HELD_OUT, 2), ("my set", 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", r"my set\.jsonl, line 1: not_json"),
+        ("", "no prompt to serve"),
+        ('{"prompt": "' + "a b " * 90 + '"}', "longer than"),
+    ],
+)
+def test_a_set_that_cannot_be_served_is_refused(with_set, text, named):
+    with pytest.raises(UserError, match=named):
+        sets_of(with_set(text))
+
+
+@pytest.mark.parametrize("text", ["{", ""])
+def test_a_set_that_cannot_be_served_is_refused_before_anything_is_written(with_set, tree_of, text):
+    config = with_set(text)
+    before = tree_of(RunFolder.of(config).root)
+    with pytest.raises(UserError):
+        evaluate(config)
+    assert tree_of(RunFolder.of(config).root) == before
+
+
+# ---- what the report depends on --------------------------------------------------------------------------------------
+
+
+def test_a_changed_set_makes_another_report(with_set):
+    config = with_set('{"prompt": "a"}')
+    run = RunFolder.of(config)
+    before = eval_inputs(config, run)
+    assert eval_inputs(with_set('{"prompt": "a"}'), run) == before
+    assert eval_inputs(with_set('{"prompt": "b"}'), run) != before
+
+
+@pytest.mark.parametrize("change", [{"eval": {"k": [2]}}, {"eval": {"concurrency": [2]}}, {"run": {"seed": 1}}])
+def test_a_changed_setting_makes_another_report(exported, changed, change):
+    run = RunFolder.of(exported)
+    assert eval_inputs(changed(exported, **change), run) != eval_inputs(exported, run)
+
+
+@pytest.mark.parametrize("change", [{"data": {"max_length": 32}}, {"target": {"dtype": "float32"}}], ids=str)
+def test_a_config_that_the_samples_were_not_made_with_is_refused(exported, changed, monkeypatch, change):
+    def start(*args):
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr("draftsmith.eval.stage.serve", start)
+    with pytest.raises(UserError):
+        evaluate(changed(exported, **change))
+
+
+def test_an_export_of_an_earlier_training_is_refused(exported):
+    run = RunFolder.of(exported)
+    (run.checkpoints / "step-0000011").rename(run.checkpoints / "step-0000012")
+    with pytest.raises(UserError, match="holds step-0000011, and training ended at step-0000012"):
+        evaluate(exported)

@@ -1,0 +1,339 @@
+"""The exported draft: it reads back as what was trained, and every way of being silently wrong has a name."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.core.checkpoint import Checkpoint, final_checkpoint, read_checkpoint
+from draftsmith.core.draft import DraftModel
+from draftsmith.core.draft_folder import read_draft_folder
+from draftsmith.core.draft_shape import DraftShape, resolve_shape
+from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.run import RunFolder
+from draftsmith.core.target import resolve_target
+from draftsmith.export.contract import find_problems, required_tensors
+from draftsmith.export.hf import export_config, export_tensors, write_export
+from draftsmith.export.stage import export
+from draftsmith.train.stage import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def make_shape(**values):
+    sizes = {
+        "hidden_size": 64, "num_aux": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 96,
+        "vocab_size": 512, "draft_vocab_size": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
+        "rope": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    return DraftShape(**{**sizes, **values})
+
+
+def make_checkpoint(tmp_path, shape):
+    """A checkpoint of random weights whose draft vocabulary is every fourth id."""
+    torch.manual_seed(0)
+    draft = DraftModel(shape, torch.empty(shape.vocab_size, shape.hidden_size))
+    for norm in (p for p in draft.parameters() if p.dim() == 1):
+        torch.nn.init.uniform_(norm, 0.5, 1.5)
+    full = shape.vocab_size == shape.draft_vocab_size
+    ids = torch.arange(shape.draft_vocab_size) * (1 if full else 4)
+    t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    d2t = ids - torch.arange(len(ids))
+    layer_ids = [1, 2, 4, 5][: shape.num_aux]
+    return Checkpoint(tmp_path, shape, draft.state_dict(), d2t, t2d, layer_ids, "rms", {"total_steps": 1})
+
+
+def target_like(**values):
+    return SimpleNamespace(hf_config=SimpleNamespace(**{"model_type": "llama", "eos_token_id": 1, **values}))
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """`exported(shape)`: (checkpoint, tensors, config) as they would be written."""
+
+    def make(shape=None):
+        checkpoint = make_checkpoint(tmp_path, shape or make_shape())
+        return (
+            checkpoint,
+            export_tensors(checkpoint),
+            export_config(checkpoint.shape, checkpoint.layer_ids, target_like()),
+        )
+
+    return make
+
+
+def read_back(folder, tensors, config):
+    folder.mkdir()
+    write_export(folder, tensors, config)
+    return read_draft_folder(folder)
+
+
+SHAPES = {
+    "plain": make_shape(),
+    "norms": make_shape(norm_before_residual=True, fc_norm=True, norm_output=True),
+    "norm_before_fc": make_shape(norm_before_fc=True),
+    "4 aux states": make_shape(num_aux=4, fc_norm=True),
+    "own attention": make_shape(num_heads=8, num_kv_heads=8, head_dim=32),
+    "full vocabulary": make_shape(draft_vocab_size=512),
+    "llama3": make_shape(rope=LLAMA3),
+    "yarn": make_shape(rope=YARN),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_an_export_reads_back_as_what_was_trained(exported, tmp_path, shape):
+    checkpoint, tensors, config = exported(shape)
+    draft = read_back(tmp_path / "export", tensors, config)
+    assert draft.shape == shape and draft.layer_ids == checkpoint.layer_ids
+    assert torch.equal(draft.target_ids, checkpoint.target_ids)
+    assert draft.tensors.keys() == checkpoint.tensors.keys()
+    for name, tensor in checkpoint.tensors.items():
+        assert torch.equal(draft.tensors[name], tensor.bfloat16().float()), name
+    assert find_problems(shape, tensors, json.loads((tmp_path / "export/config.json").read_text())) == []
+
+
+def test_the_embedding_stays_with_the_target(exported):
+    assert not [name for name in exported()[1] if "embed" in name]
+
+
+def test_a_full_vocabulary_has_no_mapping(exported):
+    assert not {"d2t", "t2d"} & exported(SHAPES["full vocabulary"])[1].keys()
+
+
+# ---- the contract ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [{"fc_norm": True}, {"norm_before_fc": True}])
+def test_every_tensor_of_the_draft_is_required(exported, flags):
+    checkpoint, tensors, config = exported(make_shape(**flags))
+    assert required_tensors(checkpoint.shape).keys() == tensors.keys()
+    for name in tensors:
+        some = {k: v for k, v in tensors.items() if k != name}
+        assert find_problems(checkpoint.shape, some, config) == [f"missing tensor {name}"]
+
+
+@pytest.mark.parametrize(
+    "name", ["midlayer.hidden_norm.weight", "midlayer.self_attn.o_proj.weight", "lm_head.weight", "d2t"]
+)
+def test_the_tensors_that_vllm_would_make_up_are_among_them(name):
+    assert name in required_tensors(make_shape())
+
+
+def spoil(name, change):
+    def apply(tensors):
+        tensors[name] = change(tensors[name])
+
+    return apply
+
+
+def swap_t2d(t2d):
+    return ~t2d
+
+
+def nan_at_0(tensor):
+    tensor = tensor.clone()
+    tensor.view(-1)[0] = float("nan")
+    return tensor
+
+
+TRAPS = {
+    "absolute ids": (spoil("d2t", lambda d: d + torch.arange(len(d))), "absolute ids instead of offsets"),
+    "small absolute ids": (spoil("d2t", lambda d: torch.arange(len(d))), "d2t and t2d name different tokens"),
+    "offsets of zero": (spoil("d2t", torch.zeros_like), "d2t and t2d name different tokens"),
+    "negative": (spoil("d2t", lambda d: d - 1), "d2t points outside the target's vocabulary"),
+    "duplicate": (spoil("d2t", lambda d: torch.where(torch.arange(len(d)) == 1, d - 4, d)), "two draft ids to one"),
+    "wrong t2d": (spoil("t2d", swap_t2d), "d2t and t2d name different tokens"),
+    "rolled t2d": (spoil("t2d", lambda t: t.roll(1)), "d2t and t2d name different tokens"),
+    "int32 d2t": (spoil("d2t", lambda d: d.int()), "d2t is torch.int32"),
+    "short d2t": (spoil("d2t", lambda d: d[:-1]), "d2t has shape (127,), not (128,)"),
+    "unexpected": (lambda t: t.update(embed_tokens=torch.zeros(2)), "unexpected tensor embed_tokens"),
+    "transposed": (spoil("fc.weight", lambda w: w.T), "fc.weight has shape (192, 64), not (64, 192)"),
+    "not finite": (spoil("lm_head.weight", nan_at_0), "lm_head.weight has values that are not finite"),
+    "target-shaped head": (spoil("lm_head.weight", lambda w: w.repeat(4, 1)), "lm_head.weight has shape (512, 64)"),
+}
+
+
+@pytest.mark.parametrize(("plant", "named"), TRAPS.values(), ids=TRAPS)
+def test_a_trap_in_the_tensors_is_named(exported, plant, named):
+    checkpoint, tensors, config = exported()
+    plant(tensors)
+    assert named in "; ".join(find_problems(checkpoint.shape, tensors, config))
+
+
+CONFIG_TRAPS = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    "vocab_size": 500, "draft_vocab_size": 512, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
+    "num_aux_hidden_states": 4, "rope_theta": 500000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    **dict.fromkeys(FLAGS, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "wrong"), CONFIG_TRAPS.items(), ids=CONFIG_TRAPS)
+def test_a_wrong_or_missing_key_of_the_config_is_named(exported, key, wrong):
+    checkpoint, tensors, config = exported()
+    (problem,) = find_problems(checkpoint.shape, tensors, {**config, key: wrong})
+    assert problem.startswith(f"config.json says {key}: ")
+    del config[key]
+    assert find_problems(checkpoint.shape, tensors, config) == [f"config.json lacks {key}"]
+
+
+def test_every_problem_is_named_at_once(exported):
+    checkpoint, tensors, config = exported()
+    del tensors["lm_head.weight"]
+    tensors["more"] = torch.zeros(1)
+    problems = find_problems(checkpoint.shape, tensors, {**config, "head_dim": 1})
+    assert len(problems) == 3
+
+
+# ---- config.json -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_architecture_flag_reaches_the_config(flag):
+    config = export_config(make_shape(**{flag: True}), [1, 2, 3], target_like())
+    assert {f: config[f] for f in FLAGS} == {f: f == flag for f in FLAGS}
+
+
+def test_four_layers_reach_the_config():
+    config = export_config(make_shape(num_aux=4), [1, 2, 4, 5], target_like())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4, 5] and config["num_aux_hidden_states"] == 4
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_rope_scaling_is_there_in_both_spellings(rope):
+    config = export_config(make_shape(rope=rope), [1, 2, 3], target_like())
+    assert config["rope_parameters"] == rope and config["rope_theta"] == rope["rope_theta"]
+    assert config["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
+
+
+def test_plain_rope_has_no_scaling():
+    assert export_config(make_shape(), [1, 2, 3], target_like())["rope_scaling"] is None
+
+
+def test_transformers_reads_the_rope_as_it_was_meant(exported, tmp_path):
+    from transformers import AutoConfig
+
+    _, tensors, config = exported(SHAPES["yarn"])
+    read_back(tmp_path / "export", tensors, config)
+    read = AutoConfig.from_pretrained(tmp_path / "export").rope_parameters
+    assert {k: read[k] for k in YARN} == YARN
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("llama", "LlamaForCausalLMEagle3"),
+        ("qwen3", "LlamaForCausalLMEagle3"),
+        ("minimax_m2", "Eagle3MiniMaxM2ForCausalLM"),
+    ],
+)
+def test_the_architecture_follows_the_target(model_type, architecture):
+    config = export_config(make_shape(), [1, 2, 3], target_like(model_type=model_type))
+    assert config["architectures"] == [architecture]
+
+
+def test_a_minimax_target_resolves_to_a_draft_that_vllm_knows(make_config, tmp_path):
+    from transformers import MiniMaxM2Config
+
+    folder = tmp_path / "minimax"
+    MiniMaxM2Config(
+        num_hidden_layers=8, hidden_size=64, head_dim=32, num_attention_heads=6, vocab_size=512
+    ).save_pretrained(folder)
+    config = make_config(target={"path": str(folder)}, draft={"num_heads": 6, "num_kv_heads": 6})
+    target = resolve_target(config.target)
+    shape = resolve_shape(config.draft, target, 3, 128)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (6, 6, 32)
+    # The target rotates a part of each head, the draft all of it: vLLM reads this key.
+    assert "partial_rotary_factor" not in shape.rope
+    assert export_config(shape, [2, 4, 5], target)["architectures"] == ["Eagle3MiniMaxM2ForCausalLM"]
+
+
+# ---- the stage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(synthetic_run):
+    train(synthetic_run)
+    return synthetic_run
+
+
+def test_an_export_is_proven_and_is_the_final_checkpoint(trained):
+    export(trained)
+    run = RunFolder.of(trained)
+    draft, checkpoint = read_draft_folder(run.export), read_checkpoint(final_checkpoint(run, "test"))
+    assert draft.shape == checkpoint.shape and draft.layer_ids == [3, 4, 5]
+    assert torch.equal(draft.tensors["fc.weight"], checkpoint.tensors["fc.weight"].bfloat16().float())
+    proof = json.loads((run.export / "verification.json").read_text())
+    assert proof["passed"] is True and proof["problems"] == []
+    assert 0 < proof["reload"]["relative_error"] < 0.02 and proof["reload"]["rows"] > 0
+    manifest = json.loads((run.export / "manifest.json").read_text())
+    assert manifest["checkpoint"] == "step-0000011"
+    assert sorted(p.name for p in run.export.iterdir()) == [
+        "README.md", "config.json", "manifest.json", "model.safetensors", "verification.json",
+    ]  # fmt: skip
+
+
+def test_a_finished_export_is_left_alone(trained, tree_of):
+    export(trained)
+    before = tree_of(RunFolder.of(trained).root)
+    export(trained)
+    assert tree_of(RunFolder.of(trained).root) == before
+
+
+def test_an_export_of_another_training_is_refused(trained, changed):
+    export(trained)
+    run = RunFolder.of(trained)
+    tensors = load_file(run.checkpoints / "step-0000011/draft.safetensors")
+    tensors["fc.weight"] += 1
+    save_file(tensors, run.checkpoints / "step-0000011/draft.safetensors")
+    with pytest.raises(UserError, match=r"weights_sha256 is .* Choose another run.name, or .*export --fresh"):
+        export(trained)
+
+
+def test_an_export_that_is_off_fails_and_leaves_no_folder(trained, changed):
+    with pytest.raises(StageFailed, match=r"reloaded logits are off by .* above export\.max_logit_error"):
+        export(changed(trained, export={"max_logit_error": 1e-9}))
+    run = RunFolder.of(trained)
+    assert not run.export.exists() and not list(run.root.glob(".tmp*"))
+    assert json.loads((run.root / "export-failed/verification.json").read_text())["passed"] is False
+
+
+def test_an_incomplete_checkpoint_fails_by_name_and_leaves_no_folder(trained):
+    file = RunFolder.of(trained).checkpoints / "step-0000011/draft.safetensors"
+    tensors = load_file(file)
+    del tensors["midlayer.hidden_norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(StageFailed, match=r"missing tensor midlayer\.hidden_norm\.weight"):
+        export(trained)
+    assert not RunFolder.of(trained).export.exists()
+
+
+def test_an_unfinished_training_is_not_exported(trained):
+    state = RunFolder.of(trained).checkpoints / "step-0000011/state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "step": 7}))
+    with pytest.raises(UserError, match=r"training stopped at step 7 of 11.*Run `draftsmith train` again"):
+        export(trained)
+
+
+@pytest.mark.parametrize("key", ["head_dim", "rope_parameters", "fc_norm"])
+def test_a_draft_folder_that_lacks_a_key_is_refused_by_the_reader(exported, tmp_path, key):
+    _, tensors, config = exported()
+    del config[key]
+    with pytest.raises(UserError, match=f"lacks {key}"):
+        read_back(tmp_path / "export", tensors, config)
+
+
+def test_the_card_says_how_to_serve_and_what_the_draft_is(trained, changed):
+    export(trained)
+    card = (RunFolder.of(trained).export / "README.md").read_text()
+    assert '"num_speculative_tokens": 1' in card and "after layers 3, 4, 5" in card
+    assert "Acceptance" not in card  # nothing has been measured yet
