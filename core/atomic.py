@@ -58,12 +58,8 @@ def atomic_folder(path: Path, marker: str | None = None) -> Iterator[Path]:
             fsync_path(tmp / marker)
         fsync_path(tmp)
         if path.exists():
-            old = path.with_name(f"{TMP_MARK}{os.getpid()}-old-{path.name}")
-            os.replace(path, old)
-            os.replace(tmp, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(tmp, path)
+            shutil.rmtree(path)
+        os.replace(tmp, path)
         fsync_path(path.parent)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -72,7 +68,7 @@ def atomic_folder(path: Path, marker: str | None = None) -> Iterator[Path]:
 def remove_leftovers(folder: Path) -> None:
     """Delete temporary files and folders that a killed process left in `folder`."""
     if folder.is_dir():
-        for left in folder.glob(f"{TMP_MARK}*"):
+        for left in folder.glob(".tmp*"):  # safetensors' own temporary files are called .tmpXXXXXX
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 

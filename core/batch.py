@@ -1,6 +1,7 @@
 """A batch of packed documents: the one input of the draft's unroll, in training and in replay."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
         return replace(self, **moved)
 
     @property

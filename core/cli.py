@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from safetensors import SafetensorError
 
 from draftsmith.core.atomic import write_text
 from draftsmith.core.config import Config
@@ -100,7 +101,11 @@ def schema(
 
 
 def _load(config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]]) -> Config:
+    from draftsmith.core.target import resolve_layer_ids, resolve_target
+
     loaded = load_config(config, overrides)
+    # Whatever the stage, a target that cannot be read or layers that it lacks are said before anything is done.
+    resolve_layer_ids(loaded.capture, resolve_target(loaded.target).num_layers)
     if fresh:
         for path in outputs(RunFolder.of(loaded)):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -133,8 +138,12 @@ def main() -> None:
     except StageFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)
-    except OSError as error:
-        if error.errno is None:
+    except SystemExit as end:
+        if end.code == 130:
+            print("stopped; run the stage again to go on.", file=sys.stderr)
+        raise
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:
             raise
         print(
             f"failed: {error}. Free space or mend permissions there, and run the stage again.",

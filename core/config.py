@@ -51,7 +51,7 @@ class SourceConfig(Section):
     path: str = Field(
         "demo-prompts",
         min_length=1,
-        description="JSONL file, or the embedded set `demo-prompts` (570 chat prompts).",
+        description="JSONL file, or the embedded set `demo-prompts` (576 chat prompts).",
     )
     limit: PositiveInt | None = Field(None, description="Use at most this many conversations of the source.")
     weight: float = Field(1.0, gt=0.0, le=1.0, description="Share of the source's conversations to use, drawn by seed.")
@@ -108,7 +108,7 @@ class CaptureConfig(Section):
 
     layer_ids: Literal["auto"] | list[int] = Field(
         "auto",
-        description="Auxiliary layers in vLLM's convention (k: the residual stream after k layers). auto: 2, n//2, n-3.",
+        description="Auxiliary layers by vLLM's ids (k: the residual stream after k layers). auto: 2, n//2, n-3.",
     )
     storage: Literal["bf16"] = Field("bf16", description="Number format of the states on disk.")
     mode: Literal["store"] = Field("store", description="store: all states are written before training starts.")
@@ -137,8 +137,9 @@ class DraftConfig(Section):
     norm_before_fc: bool = Field(False, description="One RMSNorm over the concatenated auxiliary states.")
     fc_norm: bool = Field(False, description="One RMSNorm per auxiliary state (EAGLE 3.1).")
     norm_output: bool = Field(False, description="The next step is fed the normed output (EAGLE 3.1).")
-    init_lm_head: Literal["target", "random"] = Field(
-        "target", description="target: start from the target's lm_head rows and final norm."
+    init: Literal["target", "random"] = Field(
+        "target",
+        description="target: start from the target's lm_head rows, with fc passing on its last auxiliary state.",
     )
 
 
@@ -152,7 +153,7 @@ class TrainConfig(Section):
         "soft_ce", description="Soft cross-entropy against the target renormalised over the draft vocabulary."
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Arithmetic of the matrix products; weights are float32. auto: bfloat16 on a GPU."
+        "auto", description="Matrix products; weights stay float32. auto: bfloat16 on a GPU or a CPU that has it."
     )
     tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of one batch on one process.")
     epochs: PositiveInt = Field(10, description="Passes over the training samples.")

@@ -23,10 +23,15 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that reads `1e-4` as a float, as YAML 1.2 and every user do; PyYAML's own reads a string."""
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Its counterpart: quotes the string `1e-4`."""
+
+
+for _yaml in (_Loader, _Dumper):
+    _yaml.yaml_implicit_resolvers = {k: list(v) for k, v in _yaml.yaml_implicit_resolvers.items()}
+    _yaml.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -56,7 +61,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, every key written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def schema_json() -> str:
@@ -66,7 +71,9 @@ def schema_json() -> str:
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), _Loader)
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        tree = loader.construct_document(node) if isinstance(node, yaml.MappingNode) else {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
@@ -82,7 +89,6 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
             f"{path}: the file is not a mapping of sections.", "Write sections such as `target:` and `data:`."
         )
     _note_places(node, (), path, places)
-    tree = _Loader("").construct_document(node)
     # A section whose keys are all commented out reads as null: it means "all defaults".
     return {key: {} if value is None else value for key, value in tree.items()}, places
 
@@ -122,6 +128,8 @@ def _apply_override(tree: dict[str, Any], text: str, places: dict[KeyPath, str])
         if not isinstance(here, dict):
             raise UserError(f"override `{text}`: `{key}` is not a section.", "Override the whole value instead.")
     here[path[-1]] = value
+    for old in [p for p in places if p[: len(path)] == path]:
+        del places[old]
     places[path] = f"override `{text}`"
 
 

@@ -65,15 +65,19 @@ def source_file(path: str) -> Path:
     return file
 
 
-def read_conversations(path: str) -> Iterator[Conversation | Skipped]:
+def read_conversations(path: str, name: str | None = None) -> Iterator[Conversation | Skipped]:
     """Every line of a source, as a conversation or as the reason why it is none.
+
+    Args:
+        path: JSONL file or `demo-prompts`.
+        name: of the source, in samples and in made-up ids; None: the file's stem.
 
     Raises:
         UserError: there is no such file, or it is not UTF-8 text.
     """
     file = source_file(path)
-    name = DEMO if path == DEMO else file.stem
-    with file.open(encoding="utf-8") as lines:
+    name = name or (DEMO if path == DEMO else file.stem)
+    with file.open(encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -104,7 +108,7 @@ def _read_line(line: str, source: str, place: str, number: int) -> Conversation 
         return Skipped(place, "not_json", str(error))
     if not isinstance(row, dict):
         return Skipped(place, "not_an_object", f"a {type(row).__name__}")
-    messages = row.get("messages")
+    messages: Any = row.get("messages")
     if messages is None and isinstance(row.get("prompt"), str):
         messages = [{"role": "user", "content": row["prompt"]}]
     problem = _problem(messages)
@@ -112,6 +116,8 @@ def _read_line(line: str, source: str, place: str, number: int) -> Conversation 
         return Skipped(place, *problem)
     identity = row.get("id")
     name = str(identity) if isinstance(identity, str | int) and str(identity) else f"{source}-{number:07d}"
+    if not name.isprintable():
+        return Skipped(place, "unprintable_id", ascii(name))
     clean = tuple({"role": m["role"], "content": m["content"]} for m in messages)
     return Conversation(name, source, place, clean)
 

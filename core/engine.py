@@ -37,6 +37,8 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 
     Args:
         work: a module-level function; arguments and result must be picklable.
+        *args: its positional arguments.
+        **kwargs: its keyword arguments.
 
     Raises:
         UserError, StageFailed: as `work` raised them.

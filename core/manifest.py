@@ -61,7 +61,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        if not isinstance(manifest, dict) or "inputs" not in manifest:
+            raise ValueError("no manifest of ours")
+    except ValueError as error:
         raise UserError(f"{path}: damaged ({error}).", f"Delete {folder} and run its stage again.") from None
     return manifest
 

@@ -59,7 +59,8 @@ class RunFolder:
     def open(self, config: Config) -> None:
         """Create the folder, write the resolved config and clear what a killed process left."""
         self.root.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.root)
+        for folder in (self.root, self.checkpoints, self.eval):
+            remove_leftovers(folder)
         write_text(self.root / "config.yaml", dump_config(config))
 
     def complete_checkpoints(self) -> list[Path]:

@@ -1,6 +1,7 @@
 """The last thing `make demo` prints: what the run made, and what it reached."""
 
 import json
+from typing import Any
 
 from rich.table import Table
 
@@ -38,7 +39,7 @@ def print_summary(config: Config) -> None:
         say(f"serve it: vllm serve {config.target.path} --speculative-config '{_spec(run, config)}'")
 
 
-def _acceptance_table(report: dict[str, list[dict[str, float]]]) -> Table:
+def _acceptance_table(report: dict[str, Any]) -> Table:
     table = Table(title="acceptance length (1 is no gain, K + 1 the most)", title_justify="left")
     for column in (
         "set",

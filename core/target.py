@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
+# Engine arguments that change what the target computes or says; the others are about memory and speed.
+_DECISIVE_ENGINE_ARGS = {
+    "quantization",
+    "hf_overrides",
+    "kv_cache_dtype",
+    "generation_config",
+    "override_generation_config",
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,14 @@ class Target:
     def fingerprint(self, config: TargetConfig) -> dict[str, Any]:
         """What must be equal for states and samples of this target to be interchangeable."""
         tokenizer = {f: sha256_file(self.local_path / f) for f in _TOKENIZER_FILES if (self.local_path / f).is_file()}
+        decisive = {k: v for k, v in sorted(config.engine_args.items()) if k in _DECISIVE_ENGINE_ARGS}
         return {
             "revision": self.revision,
             "dtype": config.dtype,
             "config_sha256": sha256_file(self.local_path / "config.json"),
             "weights_sha256": _weights_hash(self.local_path),
+            "generation_config_sha256": _sha256_or_none(self.local_path / "generation_config.json"),
+            "engine_args": decisive,
             "tokenizer": tokenizer,
             "chat_template_sha256": _sha256_or_none(self.chat_template_file(config)),
         }
@@ -69,10 +80,10 @@ def resolve_target(config: TargetConfig) -> Target:
     local, revision = _locate(config)
     hf_config = _read_hf_config(local, config)
     text = hf_config.get_text_config()
-    shape = [getattr(text, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")]
-    if not all(isinstance(n, int) for n in shape):
+    layers, hidden, vocab = (getattr(text, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    if not (isinstance(layers, int) and isinstance(hidden, int) and isinstance(vocab, int)):
         raise UserError(f"{local}/config.json: not the config of a causal language model.", "Point target.path at one.")
-    return Target(config.path, local, revision, *(int(n) for n in shape if n is not None), text)
+    return Target(config.path, local, revision, layers, hidden, vocab, text)
 
 
 def load_tokenizer(target: Target, config: TargetConfig) -> "PreTrainedTokenizerBase":
@@ -171,7 +182,7 @@ def _download(config: TargetConfig) -> tuple[Path, str | None]:
         )
     except Exception as error:  # the hub client raises many unrelated types
         raise UserError(
-            f"target.path: `{config.path}` is no local folder and could not be fetched from the hub ({_first_line(error)}).",
+            f"target.path: `{config.path}` is no local folder and was not fetched from the hub: {_first_line(error)}.",
             "Check the name, target.revision, the network and your access; or give a local folder.",
         ) from None
     return folder, folder.name
@@ -203,15 +214,16 @@ def _known_types() -> set[str]:
     return set(CONFIG_MAPPING_NAMES)
 
 
-def _weights_hash(folder: Path, sample_bytes: int = 65536) -> str:
-    """Hash of each weight file's name, size and middle: tells fine-tunes of one shape apart without reading it all."""
+def _weights_hash(folder: Path, chunks: int = 64, chunk_bytes: int = 65536) -> str:
+    """Hash of each weight file's name, size and evenly spaced parts: tells fine-tunes apart without reading it all."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as data:
-            data.seek(max(0, (size - sample_bytes) // 2))
-            digest.update(data.read(sample_bytes))
+            for i in range(chunks):
+                data.seek(max(0, size - chunk_bytes) * i // (chunks - 1))
+                digest.update(data.read(chunk_bytes))
     return digest.hexdigest()
 
 

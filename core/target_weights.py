@@ -7,10 +7,10 @@ is found by the capture's probe against the engine's own tokens and recorded in 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith.core.errors import UserError
@@ -64,7 +64,8 @@ class TargetHead(torch.nn.Module):
     def forward(self, last_MH: Tensor) -> Tensor:
         """Logits [M, V] of pre-norm states [M, H], in the dtype of the head; the norm runs in float32."""
         head, norm = self.get_buffer("head_VH"), self.get_buffer("norm_H")
-        return final_norm(last_MH, norm, self.form, self.eps).to(head.dtype) @ head.T
+        logits: Tensor = final_norm(last_MH, norm, self.form, self.eps).to(head.dtype) @ head.T
+        return logits
 
 
 def final_norm(x_MH: Tensor, weight_H: Tensor, form: NormForm, eps: float) -> Tensor:
@@ -86,11 +87,16 @@ def load_target_weights(target: Target) -> TargetWeights:
                 f"{target.path}: its config sets `{key}`, and draftsmith does not model logits changed after lm_head.",
                 "This target cannot be used yet.",
             )
-    names = _tensor_files(target.local_path)
-    embed = _load(target, names, _EMBED, "token embedding")
-    norm = _load(target, names, _NORM, "final norm")
-    tied = bool(getattr(target.hf_config, "tie_word_embeddings", False)) and not _find(names, _HEAD)
-    head = embed if tied else _load(target, names, _HEAD, "lm_head")
+    try:
+        names = _tensor_files(target.local_path)
+        embed = _load(target, names, _EMBED, "token embedding")
+        norm = _load(target, names, _NORM, "final norm")
+        tied = bool(getattr(target.hf_config, "tie_word_embeddings", False)) and not _find(names, _HEAD)
+        head = embed if tied else _load(target, names, _HEAD, "lm_head")
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{target.local_path}: {error}.", "The folder must hold the target's safetensors files, whole."
+        ) from None
     eps = next(
         (float(e) for k in ("rms_norm_eps", "layer_norm_eps") if (e := getattr(target.hf_config, k, None))),
         1e-6,
@@ -106,8 +112,11 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in weight_map.items()}
     names: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            names |= dict.fromkeys(tensors.keys(), file)
+        try:
+            with safe_open(file, "pt") as tensors:
+                names |= dict.fromkeys(tensors.keys(), file)
+        except SafetensorError as error:
+            raise SafetensorError(f"{file.name}: {error}") from None
     return names
 
 
@@ -123,7 +132,7 @@ def _load(target: Target, names: dict[str, Path], endings: tuple[str, ...], what
             "The folder must hold the target's safetensors files, whole.",
         )
     with safe_open(names[name], "pt") as file:
-        tensor: Any = file.get_tensor(name)
+        tensor: Tensor = file.get_tensor(name)
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UserError(
             f"{target.local_path}: `{name}` is {tensor.dtype}.",

@@ -115,7 +115,8 @@ def attend(
 
     Args:
         q_RND: queries of the rows.
-        k_TGD, v_TGD: step-1 keys and values of all rows.
+        k_TGD: step-1 keys of all rows.
+        v_TGD: step-1 values of all rows.
         own: keys and values [R, G, D] of steps 2..j.
         rows_R: the queries' rows, ascending.
         offsets: document boundaries.
@@ -125,7 +126,7 @@ def attend(
     """
     _, heads, width = q_RND.shape
     groups = k_TGD.shape[1]
-    q_RGSD = q_RND.unflatten(1, (groups, heads // groups)) * width**-0.5
+    q_RGSD = q_RND.view(-1, groups, heads // groups, width) * width**-0.5
     bounds = torch.searchsorted(rows_R, torch.tensor(offsets, device=rows_R.device)).tolist()
     parts = []
     for d in range(len(offsets) - 1):

@@ -72,14 +72,14 @@ def _read_sources(config: Config) -> tuple[list[Conversation], list[Skipped]]:
     conversations: list[Conversation] = []
     skipped: list[Skipped] = []
     seen: dict[str, str] = {}
-    for source in config.data.sources:
-        taken = 0
-        for row in read_conversations(source.path):
+    for source, name in zip(config.data.sources, _source_names(config), strict=True):
+        taken, before = 0, len(skipped)
+        for row in read_conversations(source.path, name):
+            if source.limit is not None and taken >= source.limit:
+                break
             if isinstance(row, Skipped):
                 skipped.append(row)
                 continue
-            if source.limit is not None and taken >= source.limit:
-                break
             if _unit_hash(f"weight {config.run.seed} {row.id}") >= source.weight:
                 continue
             if row.id in seen:
@@ -89,12 +89,18 @@ def _read_sources(config: Config) -> tuple[list[Conversation], list[Skipped]]:
             conversations.append(row)
             taken += 1
         if not taken:
-            first = next((f" The first skipped: {s.place}: {s.reason} ({s.detail})." for s in skipped), "")
+            first = next((f" The first skipped: {s.place}: {s.reason} ({s.detail})." for s in skipped[before:]), "")
             raise UserError(
                 f"data source `{source.path}` ({source_file(source.path)}) gives no conversation.{first}",
                 "Each line must be an object with `messages` or `prompt`.",
             )
     return conversations, skipped
+
+
+def _source_names(config: Config) -> list[str]:
+    """A name of its own for every source: two files `a/x.jsonl` and `b/x.jsonl` must not share made-up ids."""
+    stems = [Path(source.path).stem for source in config.data.sources]
+    return [stem if stems.count(stem) == 1 else f"{stem}-{i}" for i, stem in enumerate(stems)]
 
 
 def _check_skips(config: Config, used: int, skipped: list[Skipped]) -> None:
@@ -172,8 +178,3 @@ def _figures(samples: list[Sample], skipped: list[Skipped], mapping: VocabMappin
         "coverage_train": coverage(mapping, _reply_tokens(samples, "train")),
         "coverage_eval": coverage(mapping, _reply_tokens(samples, "eval")),
     }
-
-
-def read_skipped(folder: Path) -> list[dict[str, str]]:
-    """Rows of `samples/skipped.jsonl`: place, reason, detail."""
-    return [json.loads(line) for line in (folder / SKIPPED).read_text(encoding="utf-8").splitlines()]

@@ -50,7 +50,8 @@ def plot_positions(report: dict[str, Any], file: Path) -> None:
     for row in (r for r in report["replay"] if r["k"] == k):
         axes.plot(positions, row["per_position"], "o-", color=_REPLAYED, label="replay, held out")
     for i, row in enumerate(r for r in report["served"] if r["k"] == k):
-        label = f"served, {row['set']}, T = {row['temperature']:g}, {row['concurrency']} in flight"
+        name = str(row["set"]).replace("$", r"\$")  # matplotlib would read it as mathematics
+        label = f"served, {name}, T = {row['temperature']:g}, {row['concurrency']} in flight"
         axes.plot(positions, row["per_position"], "s--", color=_SERVED, alpha=max(0.3, 1 - 0.2 * i), label=label)
     axes.set(
         xlabel="drafted position",

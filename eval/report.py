@@ -10,6 +10,7 @@ Rates are unconditional: accepted at position i / rounds. Acceptance length coun
 """
 
 import json
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def write_report(run: RunFolder, config: Config, report: dict[str, Any]) -> None
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["cell"] = lambda text: escape(str(text)).replace("|", "&#124;")
     environment.filters["rates"] = lambda rates: ", ".join(f"{r:.3f}" for r in rates)
     shared = {"report": report, "name": config.run.name, "config": dump_config(config)}
     html = environment.get_template("report.html.j2").render(

@@ -1,4 +1,4 @@
-"""Serving on vLLM with and without the draft: acceptance from the engine's own counters, tokens a second by the clock."""
+"""Serving on vLLM with and without the draft: acceptance by the engine's own counters, speed by the clock."""
 
 import time
 from collections.abc import Iterator
@@ -89,6 +89,9 @@ def serve(config: Config, target: Target, sets: list[PromptSet], draft: Path | N
     """Serve every set at every temperature and concurrency, in an engine process of its own.
 
     Args:
+        config: the run's config.
+        target: resolved target.
+        sets: prompts to serve.
         draft: exported draft, or None for the target alone.
         k: drafted tokens a round.
 

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from draftsmith.core.atomic import sha256_file
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
+from draftsmith.core.conversations import source_file
 from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.engine import require_vllm
 from draftsmith.core.errors import UserError
+from draftsmith.core.lineage import check_upstream
 from draftsmith.core.manifest import (
     check_inputs,
     manifest_hash,
@@ -44,17 +47,18 @@ def evaluate(config: Config) -> None:
         check_inputs(run.eval, manifest, inputs)
         say(f"report: {run.eval}/report.html (already there)")
         return
-    require_vllm("eval")
-    run.open(config)
     target = resolve_target(config.target)
     store = HiddenStateStore(run.hidden_states, "eval")
+    check_upstream(config, run, target, store.manifest)
+    sets = prompt_sets(config, target)
+    require_vllm("eval")
+    run.open(config)
     batches = held_out_batches(store, config.train.tokens_per_batch)
     report: dict[str, Any] = {"replay": [], "served": [], "objective": None}
     if batches:
         norm_form = store.manifest["last_state"]["norm_form"]
         report["replay"], _ = replay(config, target, read_draft_folder(run.export), norm_form, batches)
         report["objective"] = objective_figures(config, target, checkpoint, batches)
-    sets = prompt_sets(config, target)
     without = serve(config, target, sets, None, 0)
     for k in config.eval.k:
         report["served"] += report_rows(k, serve(config, target, sets, run.export.resolve(), k), without)
@@ -70,6 +74,7 @@ def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
         "export_manifest_sha256": manifest_hash(run.export),
         "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
         "eval": config.eval.model_dump(mode="json"),
+        "sets": [sha256_file(source_file(path)) for path in config.eval.sets],
         "sampling": config.data.sampling.model_dump(mode="json"),
         "seed": config.run.seed,
     }

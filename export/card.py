@@ -20,9 +20,12 @@ tags: [eagle3, speculative-decoding]
 ---
 # EAGLE3 draft for {target}
 
-One decoder layer ({parameters / 1e6:.1f} M parameters, {shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}) over the
-target's states after layers {", ".join(map(str, layer_ids))} (vLLM's layer ids); it proposes {shape.draft_vocab_size:,} of the target's
-{shape.vocab_size:,} tokens. Architecture flags: {", ".join(flags) or "none"}. Target revision: {config.target.revision or "as found locally"}.
+- {parameters / 1e6:.1f} M parameters: one decoder layer
+- {shape.num_heads} query and {shape.num_kv_heads} key/value heads of {shape.head_dim}
+- reads the target's states after layers {", ".join(map(str, layer_ids))} (vLLM's layer ids)
+- proposes {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens
+- architecture flags: {", ".join(flags) or "none"}
+- target revision: {config.target.revision or "as found locally"}
 
 ## Serve
 
@@ -30,9 +33,10 @@ target's states after layers {", ".join(map(str, layer_ids))} (vLLM's layer ids)
 {_acceptance(report)}
 ## Training
 
-{checkpoint.state["total_steps"]:,} steps of {config.train.tokens_per_batch:,} packed tokens, {config.train.ttt_steps} training-time-test steps,
-on replies that the target itself gave (temperature {config.data.sampling.temperature}). `manifest.json` has the hashes and versions,
-`verification.json` what was checked. Made with draftsmith.
+{checkpoint.state["total_steps"]:,} optimizer steps of {config.train.tokens_per_batch:,} packed tokens,
+{config.train.ttt_steps} steps of training-time test, on the target's own replies at temperature
+{config.data.sampling.temperature}.
+`manifest.json` has the hashes and versions, `verification.json` what was checked. Made with draftsmith.
 """
 
 
@@ -44,5 +48,5 @@ def _acceptance(report: dict[str, Any] | None) -> str:
         f"{r['tokens_per_second']:.0f} | {r['baseline_tokens_per_second']:.0f} |"
         for r in report["served"]
     ]
-    head = "| set | K | temperature | concurrency | acceptance length | tokens/s | without draft |\n|---|---|---|---|---|---|---|\n"
-    return "\n## Acceptance, served on vLLM\n\n" + head + "\n".join(rows) + "\n"
+    head = ["| set | K | temperature | concurrency | acceptance length | tokens/s | without draft |", "|---" * 7 + "|"]
+    return "\n## Acceptance, served on vLLM\n\n" + "\n".join(head + rows) + "\n"

@@ -78,6 +78,6 @@ def _mapping_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
         return [f"d2t is {d2t.dtype} and t2d is {t2d.dtype}, not int64 and bool"]
     if int(ids.min()) < 0 or int(ids.max()) >= len(t2d):
         return ["d2t points outside the target's vocabulary (absolute ids instead of offsets?)"]
-    if len(ids.unique()) != len(ids):
+    if len(set(ids.tolist())) != len(ids):
         return ["d2t maps two draft ids to one target id"]
     return [] if torch.equal(ids.sort().values, t2d.nonzero().squeeze(1)) else ["d2t and t2d name different tokens"]

@@ -8,10 +8,11 @@ from draftsmith.core.atomic import atomic_folder, sha256_file, write_json, write
 from draftsmith.core.checkpoint import DRAFT, WEIGHTS, Checkpoint, final_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.errors import StageFailed
+from draftsmith.core.lineage import check_upstream
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
-from draftsmith.core.target import resolve_target
+from draftsmith.core.target import Target, resolve_target
 from draftsmith.data.batching import collate
 from draftsmith.export.card import model_card
 from draftsmith.export.contract import find_problems
@@ -31,6 +32,9 @@ def export(config: Config) -> None:
     """
     run = RunFolder.of(config)
     folder = final_checkpoint(run, "export")
+    store = HiddenStateStore(run.hidden_states, "export")
+    target = resolve_target(config.target)
+    check_upstream(config, run, target, store.manifest)
     checkpoint = read_checkpoint(folder)
     inputs = export_inputs(config, folder)
     if manifest := read_manifest(run.export):
@@ -39,12 +43,11 @@ def export(config: Config) -> None:
         say(f"export: {run.export} (already there)")
         return
     with atomic_folder(run.export) as tmp:
-        target = resolve_target(config.target)
         described = export_config(checkpoint.shape, checkpoint.layer_ids, target)
         tensors = export_tensors(checkpoint)
         write_export(tmp, tensors, described)
         write_text(tmp / CARD, model_card(config, checkpoint, checkpoint.layer_ids, None))
-        proof = _prove(config, run, tmp, checkpoint) if config.export.verify else {"passed": None}
+        proof = _prove(config, target, store, tmp, checkpoint) if config.export.verify else {"passed": None}
         write_json(tmp / VERIFICATION, proof)
         write_manifest(
             tmp,
@@ -55,9 +58,8 @@ def export(config: Config) -> None:
         if proof["passed"] is False:
             failed = run.root / "export-failed"
             write_json(failed / VERIFICATION, proof)
-            raise StageFailed(
-                f"the export is not the trained draft: {'; '.join(proof['problems'])} ({failed / VERIFICATION})."
-            )
+            problems = "; ".join(map(str, proof["problems"] or []))
+            raise StageFailed(f"the export is not the trained draft: {problems} ({failed / VERIFICATION}).")
     say(f"export: {len(tensors)} tensors of {folder.name}, verified: {proof['passed']} -> {run.export}")
 
 
@@ -72,7 +74,9 @@ def export_inputs(config: Config, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def _prove(config: Config, run: RunFolder, folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+def _prove(
+    config: Config, target: Target, store: HiddenStateStore, folder: Path, checkpoint: Checkpoint
+) -> dict[str, Any]:
     """Completeness by the contract, then logits after reloading."""
     from safetensors.torch import load_file
 
@@ -84,7 +88,6 @@ def _prove(config: Config, run: RunFolder, folder: Path, checkpoint: Checkpoint)
         )
     if problems:
         return {"passed": False, "problems": problems}
-    store = HiddenStateStore(run.hidden_states, "export")
     some = (store.numbers("eval") or store.numbers("train"))[:8]
     figures = reload_error(
         folder, checkpoint, resolve_target(config.target), collate(store, some), config.train.ttt_steps

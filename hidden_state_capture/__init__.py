@@ -1,1 +1,1 @@
-"""The target's hidden states, from vLLM's prefill to safetensors shards; the reader is shared with training and eval."""
+"""The target's hidden states, from vLLM's prefill to safetensors shards; training and eval share the reader."""

@@ -170,13 +170,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Gather and copy without holding up the engine; torch's host allocator reuses the pinned buffers."""
         assert self._cache is not None
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._cache.device)
+            self._stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(self._stream):
             on_device = self._gather(request)
             states = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
             states.copy_(on_device, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return states, event
 

@@ -1,9 +1,11 @@
 """Prefill-only capture on one engine: probe, then every sample, longest first; runs in the engine's process."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from draftsmith.core.atomic import write_json
 from draftsmith.core.config import Config
 from draftsmith.core.engine import generate, last_line, vllm_engine
 from draftsmith.core.errors import StageFailed
@@ -12,19 +14,23 @@ from draftsmith.core.samples import Sample
 from draftsmith.core.target import Target
 from draftsmith.hidden_state_capture.probe import Probe, choose_probe, judge_probe
 
+PROBE = "probe.json"
+
 
 def capture_samples(
     config: Config, target: Target, layer_ids: list[int], samples: list[Sample], folder: Path
-) -> tuple[Probe, list[dict[str, str]]]:
+) -> list[dict[str, str]]:
     """Capture `samples` into shards in `folder`.
 
     Args:
+        config: the run's config.
+        target: resolved target.
         layer_ids: auxiliary layer ids, ascending.
         samples: those that are not on disk yet.
         folder: `hidden_states/` of the run.
 
     Returns:
-        The probe's findings, and the rejected samples with reasons.
+        The rejected samples, with reasons. The probe's findings are in `folder`/probe.json before the first shard is.
 
     Raises:
         StageFailed: the probe disagrees, the writer failed, or the engine died.
@@ -32,7 +38,7 @@ def capture_samples(
     with vllm_engine(config.target, target, **_engine_args(config, target, layer_ids, folder)) as llm:
         chosen = choose_probe(config.capture.probe, samples)
         try:
-            probe = _probe(config, target, layer_ids, llm, chosen, folder)
+            write_json(folder / PROBE, asdict(_probe(config, target, layer_ids, llm, chosen, folder)))
             # Longest first: a batch then holds like lengths, and the last step is not one long straggler.
             _prefill(llm, sorted(samples, key=lambda s: -len(s.input_ids)), len(chosen))
             rejected = [r for answer in llm.collective_rpc("draftsmith_flush") for r in answer]
@@ -42,7 +48,7 @@ def capture_samples(
             raise StageFailed(
                 f"capture stopped: {last_line(error)}. Run it again when mended; finished shards are kept."
             ) from error
-    return probe, rejected
+    return rejected
 
 
 def _engine_args(config: Config, target: Target, layer_ids: list[int], folder: Path) -> dict[str, Any]:

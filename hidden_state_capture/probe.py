@@ -56,6 +56,9 @@ def judge_probe(
     """Compare captured probe states with the engine's greedy tokens and, where it fits, with transformers.
 
     Args:
+        config: the run's config.
+        target: resolved target.
+        layer_ids: auxiliary layer ids, in column order.
         files: one safetensors file of store tensors per probed sample.
         greedy: per sample, the engine's greedy token after each of its tokens.
 
@@ -146,4 +149,5 @@ def reference_states(model: Any, ids_T: Tensor, layer_ids: list[int]) -> dict[in
 def relative_errors(ours_TH: Tensor, theirs_TH: Tensor) -> Tensor:
     """float32 [T]: |ours - theirs| / |theirs| of every token."""
     theirs = theirs_TH.float()
-    return (ours_TH.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-12)
+    errors: Tensor = (ours_TH.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-12)
+    return errors

@@ -1,7 +1,6 @@
 """`capture`: samples -> hidden states of the target, in `hidden_states/`."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, read_samples
 from draftsmith.core.store import INDEX, INDEX_SCHEMA
 from draftsmith.core.target import Target, resolve_layer_ids, resolve_target
-from draftsmith.hidden_state_capture.driver import capture_samples
+from draftsmith.hidden_state_capture.driver import PROBE, capture_samples
 from draftsmith.hidden_state_capture.writer import committed_shards
 
 # What a capture in progress leaves for its continuation; the manifest takes their place.
-INPUTS, PROBE = "inputs.json", "probe.json"
+INPUTS = "inputs.json"
 
 
 def capture(config: Config) -> None:
@@ -59,8 +58,7 @@ def capture(config: Config) -> None:
         say(f"hidden states: {len(done)} samples of an earlier run are on disk, {len(missing)} to go")
     rejected: list[dict[str, str]] = []
     if missing:
-        probe, rejected = in_engine_process(capture_samples, config, target, layer_ids, missing, folder)
-        write_json(folder / PROBE, asdict(probe))
+        rejected = in_engine_process(capture_samples, config, target, layer_ids, missing, folder)
     _finish(config, target, layer_ids, samples, rejected, inputs)
 
 

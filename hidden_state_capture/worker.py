@@ -11,7 +11,10 @@ class CaptureWorker:
     def draftsmith_written(self) -> int:
         """Samples that the writer has taken in so far."""
         writer = _connector().writer
-        return writer.written if writer else 0
+        if writer is None:
+            return 0
+        writer.check()
+        return writer.written
 
     def draftsmith_flush(self) -> list[dict[str, str]]:
         """Put everything on disk; the rejected samples, each with its reason."""

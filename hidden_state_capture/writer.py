@@ -74,7 +74,7 @@ class ShardWriter:
             self._room.wait_for(
                 lambda: self._error or self._pending == 0 or self._pending + sample.nbytes <= self.pending_bytes
             )
-            self._check()
+            self.check()
             self._pending += sample.nbytes
         self._queue.put(sample)
 
@@ -83,9 +83,10 @@ class ShardWriter:
         done = threading.Event()
         self._queue.put(done)
         done.wait()
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise the writer's error, if it has failed."""
         if self._error is not None:
             raise RuntimeError(f"hidden-state writer: {self._error}") from self._error
 
@@ -139,7 +140,7 @@ class ShardWriter:
 def split_states(sample: SampleStates) -> dict[str, Tensor]:
     """One sample in the store's tensors; `last_rows` count from its own first row."""
     ids = torch.tensor(sample.input_ids, dtype=torch.int32)
-    states = sample.states_TLH
+    states = sample.states_TLH.to(torch.bfloat16)
     if states.shape[0] != len(ids):
         raise RuntimeError(f"sample {sample.sample_id}: {states.shape[0]} state rows for {len(ids)} tokens")
     mask = torch.zeros(len(ids), dtype=torch.uint8)

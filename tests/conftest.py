@@ -4,7 +4,8 @@ Test modules cannot import one another (`--import-mode=importlib`), so helpers a
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -207,21 +208,47 @@ def _write_states(config: Config, run: RunFolder, samples: list[Sample], states:
     write_json(run.hidden_states / "probe.json", probe)
 
 
+@pytest.fixture(scope="session")
+def _trained_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, _built_run: Path) -> Path:
+    """The built run, trained too."""
+    from draftsmith.train.stage import train
+
+    folder = tmp_path_factory.mktemp("trained")
+    with _one_thread():
+        train(_copy(_built_run, _built_run, folder, tiny_target))
+    return folder
+
+
+def _copy(run: Path, built: Path, folder: Path, target: Path) -> Config:
+    shutil.copytree(run / "runs", folder / "runs")
+    return _config(folder, target, {"data": {"sources": [{"path": str(built / "prompts.jsonl")}]}})
+
+
 @pytest.fixture
 def synthetic_run(tmp_path: Path, tiny_target: Path, _built_run: Path) -> Config:
     """Config of a run of its own that is prepared and captured without vLLM; train, export and replay work on it."""
-    shutil.copytree(_built_run / "runs", tmp_path / "runs")
-    source = str(_built_run / "prompts.jsonl")
-    return _config(tmp_path, tiny_target, {"data": {**SECTIONS["data"], "sources": [{"path": source}]}})
+    return _copy(_built_run, _built_run, tmp_path, tiny_target)
 
 
 @pytest.fixture
-def one_thread() -> Any:
-    """Bit-for-bit comparisons, and small matrices: one thread."""
+def trained_run(tmp_path: Path, tiny_target: Path, _built_run: Path, _trained_run: Path) -> Config:
+    """`synthetic_run` after 11 steps of training."""
+    return _copy(_trained_run, _built_run, tmp_path, tiny_target)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Bit-for-bit comparisons, and small matrices: one thread."""
+    with _one_thread():
+        yield
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Where training's figures go: `metrics.jsonl` always, Accelerate's trackers by config."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,14 @@ class Metrics:
                 f"draftsmith-{config.run.name}", config=_flat(config.model_dump(mode="json"))
             )
         except Exception as error:  # a tracker's outage must not cost a training run
-            say(
-                f"warning: trackers {config.train.trackers} did not start ({error}); metrics.jsonl is written all the same"
-            )
+            say(f"warning: trackers {config.train.trackers} did not start ({error}); metrics.jsonl is still written")
             self._trackers = False
 
     def log(self, step: int, **values: Any) -> None:
         """Record figures of an optimizer step; lists get one scalar per entry in the trackers."""
         if self.accelerator.is_main_process:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+                file.write(json.dumps(_finite({"step": step, "time": round(time.time(), 3), **values})) + "\n")
         if self._trackers:
             self.accelerator.log(_flat(values), step=step)
 
@@ -48,6 +47,14 @@ class Metrics:
         """Let the trackers finish."""
         if self._trackers:
             self.accelerator.end_training()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(path: Path) -> list[str]:

@@ -10,7 +10,6 @@ import pytest
 
 from draftsmith.core import cli
 from draftsmith.core.run import RunFolder
-from draftsmith.train.stage import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -203,9 +202,8 @@ def test_the_stages_run_one_after_another(run_cli, no_engine, config_file, synth
         assert (code, error) == (0, "") and said in out
 
 
-def test_fresh_makes_the_output_again(run_cli, config_file, synthetic_run):
-    train(synthetic_run)
-    file, run = config_file(synthetic_run), RunFolder.of(synthetic_run)
+def test_fresh_makes_the_output_again(run_cli, config_file, trained_run):
+    file, run = config_file(trained_run), RunFolder.of(trained_run)
     code, out, _ = run_cli("train", "--fresh", "--config", file, "train.learning_rate=2e-3")
     assert code == 0 and "draft: 11 steps" in out
     assert "learning_rate: 0.002" in (run.root / "config.yaml").read_text()
@@ -214,11 +212,10 @@ def test_fresh_makes_the_output_again(run_cli, config_file, synthetic_run):
 # ---- failures and interruptions --------------------------------------------------------------------------------------
 
 
-def test_a_failed_proof_is_exit_code_1(run_cli, config_file, synthetic_run):
-    train(synthetic_run)
-    code, _, error = run_cli("export", "--config", config_file(synthetic_run), "export.max_logit_error=1e-9")
+def test_a_failed_proof_is_exit_code_1(run_cli, config_file, trained_run):
+    code, _, error = run_cli("export", "--config", config_file(trained_run), "export.max_logit_error=1e-9")
     assert code == 1 and error.startswith("failed: ") and "Traceback" not in error
-    assert not RunFolder.of(synthetic_run).export.exists()
+    assert not RunFolder.of(trained_run).export.exists()
 
 
 @pytest.fixture

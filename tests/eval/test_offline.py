@@ -12,16 +12,14 @@ from draftsmith.eval.served import HELD_OUT, prompt_sets
 from draftsmith.eval.stage import eval_inputs, evaluate
 from draftsmith.export.stage import export
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.train.stage import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def exported(synthetic_run):
-    train(synthetic_run)
-    export(synthetic_run)
-    return synthetic_run
+def exported(trained_run):
+    export(trained_run)
+    return trained_run
 
 
 def batches_of(config, tokens):
@@ -58,6 +56,26 @@ def test_the_figures_follow_from_the_rounds(exported):
         assert row["acceptance_length"] == pytest.approx(1 + sum(flat) / len(flat))
         assert sum(row["per_position"]) == pytest.approx(row["acceptance_length"] - 1)
         assert row["ci95"][0] <= row["acceptance_length"] <= row["ci95"][1]
+
+
+def rounds_of_a_constant_guess(reply, guess, k):
+    """Drafts accepted in every round of a server whose draft always proposes `guess`."""
+    accepted, at = [], 1  # the prefill gives the reply's first token
+    while at < len(reply):
+        accepted.append(next((n for n in range(k) if reply[at + n : at + n + 1] != [guess]), k))
+        at += accepted[-1] + 1
+    return accepted
+
+
+def test_a_draft_that_always_guesses_one_token_is_accepted_where_that_token_stands(exported, synthetic_samples):
+    draft = read_draft_folder(RunFolder.of(exported).export)
+    draft.tensors["lm_head.weight"].zero_()  # argmax is the first: target id 0
+    replies = {s.sample_id: s.input_ids[slice(*s.loss_spans[0])] for s in synthetic_samples if s.split == "eval"}
+    _, rounds = replay(exported, resolve_target(exported.target), draft, "rms", batches_of(exported, 64))
+    for k in (1, 3):
+        found = {r.sample_id: r.accepted for r in rounds[k]}
+        assert found == {i: rounds_of_a_constant_guess(reply, 0, k) for i, reply in replies.items()}
+        assert any(sum(accepted) for accepted in found.values())
 
 
 @pytest.mark.parametrize("tokens", [1, 1000])

@@ -17,7 +17,6 @@ from draftsmith.core.target import resolve_target
 from draftsmith.export.contract import find_problems, required_tensors
 from draftsmith.export.hf import export_config, export_tensors, write_export
 from draftsmith.export.stage import export
-from draftsmith.train.stage import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -245,14 +244,14 @@ def test_a_minimax_target_resolves_to_a_draft_that_vllm_knows(make_config, tmp_p
     from transformers import MiniMaxM2Config
 
     folder = tmp_path / "minimax"
-    MiniMaxM2Config(
-        num_hidden_layers=8, hidden_size=64, head_dim=32, num_attention_heads=6, vocab_size=512
-    ).save_pretrained(folder)
+    sizes = {"num_hidden_layers": 8, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 6, "vocab_size": 512}
+    MiniMaxM2Config(**sizes, rotary_dim=16).save_pretrained(folder)
     config = make_config(target={"path": str(folder)}, draft={"num_heads": 6, "num_kv_heads": 6})
     target = resolve_target(config.target)
     shape = resolve_shape(config.draft, target, 3, 128)
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (6, 6, 32)
     # The target rotates a part of each head, the draft all of it: vLLM reads this key.
+    assert target.hf_config.rope_parameters["partial_rotary_factor"] == 0.5
     assert "partial_rotary_factor" not in shape.rope
     assert export_config(shape, [2, 4, 5], target)["architectures"] == ["Eagle3MiniMaxM2ForCausalLM"]
 
@@ -260,15 +259,9 @@ def test_a_minimax_target_resolves_to_a_draft_that_vllm_knows(make_config, tmp_p
 # ---- the stage -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def trained(synthetic_run):
-    train(synthetic_run)
-    return synthetic_run
-
-
-def test_an_export_is_proven_and_is_the_final_checkpoint(trained):
-    export(trained)
-    run = RunFolder.of(trained)
+def test_an_export_is_proven_and_is_the_final_checkpoint(trained_run):
+    export(trained_run)
+    run = RunFolder.of(trained_run)
     draft, checkpoint = read_draft_folder(run.export), read_checkpoint(final_checkpoint(run, "test"))
     assert draft.shape == checkpoint.shape and draft.layer_ids == [3, 4, 5]
     assert torch.equal(draft.tensors["fc.weight"], checkpoint.tensors["fc.weight"].bfloat16().float())
@@ -282,46 +275,46 @@ def test_an_export_is_proven_and_is_the_final_checkpoint(trained):
     ]  # fmt: skip
 
 
-def test_a_finished_export_is_left_alone(trained, tree_of):
-    export(trained)
-    before = tree_of(RunFolder.of(trained).root)
-    export(trained)
-    assert tree_of(RunFolder.of(trained).root) == before
+def test_a_finished_export_is_left_alone(trained_run, tree_of):
+    export(trained_run)
+    before = tree_of(RunFolder.of(trained_run).root)
+    export(trained_run)
+    assert tree_of(RunFolder.of(trained_run).root) == before
 
 
-def test_an_export_of_another_training_is_refused(trained, changed):
-    export(trained)
-    run = RunFolder.of(trained)
+def test_an_export_of_another_training_is_refused(trained_run, changed):
+    export(trained_run)
+    run = RunFolder.of(trained_run)
     tensors = load_file(run.checkpoints / "step-0000011/draft.safetensors")
     tensors["fc.weight"] += 1
     save_file(tensors, run.checkpoints / "step-0000011/draft.safetensors")
     with pytest.raises(UserError, match=r"weights_sha256 is .* Choose another run.name, or .*export --fresh"):
-        export(trained)
+        export(trained_run)
 
 
-def test_an_export_that_is_off_fails_and_leaves_no_folder(trained, changed):
+def test_an_export_that_is_off_fails_and_leaves_no_folder(trained_run, changed):
     with pytest.raises(StageFailed, match=r"reloaded logits are off by .* above export\.max_logit_error"):
-        export(changed(trained, export={"max_logit_error": 1e-9}))
-    run = RunFolder.of(trained)
+        export(changed(trained_run, export={"max_logit_error": 1e-9}))
+    run = RunFolder.of(trained_run)
     assert not run.export.exists() and not list(run.root.glob(".tmp*"))
     assert json.loads((run.root / "export-failed/verification.json").read_text())["passed"] is False
 
 
-def test_an_incomplete_checkpoint_fails_by_name_and_leaves_no_folder(trained):
-    file = RunFolder.of(trained).checkpoints / "step-0000011/draft.safetensors"
+def test_an_incomplete_checkpoint_fails_by_name_and_leaves_no_folder(trained_run):
+    file = RunFolder.of(trained_run).checkpoints / "step-0000011/draft.safetensors"
     tensors = load_file(file)
     del tensors["midlayer.hidden_norm.weight"]
     save_file(tensors, file)
     with pytest.raises(StageFailed, match=r"missing tensor midlayer\.hidden_norm\.weight"):
-        export(trained)
-    assert not RunFolder.of(trained).export.exists()
+        export(trained_run)
+    assert not RunFolder.of(trained_run).export.exists()
 
 
-def test_an_unfinished_training_is_not_exported(trained):
-    state = RunFolder.of(trained).checkpoints / "step-0000011/state.json"
+def test_an_unfinished_training_is_not_exported(trained_run):
+    state = RunFolder.of(trained_run).checkpoints / "step-0000011/state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "step": 7}))
     with pytest.raises(UserError, match=r"training stopped at step 7 of 11.*Run `draftsmith train` again"):
-        export(trained)
+        export(trained_run)
 
 
 @pytest.mark.parametrize("key", ["head_dim", "rope_parameters", "fc_norm"])
@@ -332,8 +325,8 @@ def test_a_draft_folder_that_lacks_a_key_is_refused_by_the_reader(exported, tmp_
         read_back(tmp_path / "export", tensors, config)
 
 
-def test_the_card_says_how_to_serve_and_what_the_draft_is(trained, changed):
-    export(trained)
-    card = (RunFolder.of(trained).export / "README.md").read_text()
+def test_the_card_says_how_to_serve_and_what_the_draft_is(trained_run, changed):
+    export(trained_run)
+    card = (RunFolder.of(trained_run).export / "README.md").read_text()
     assert '"num_speculative_tokens": 1' in card and "after layers 3, 4, 5" in card
     assert "Acceptance" not in card  # nothing has been measured yet

@@ -1,4 +1,4 @@
-"""The whole pipeline on a CUDA GPU: the connector's side-stream copies, bfloat16 training, serving with CUDA graphs off."""
+"""The whole pipeline on a CUDA GPU: the connector's side-stream copies, bfloat16 training, serving."""
 
 import json
 import subprocess

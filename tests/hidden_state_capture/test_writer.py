@@ -243,6 +243,7 @@ def test_what_a_kill_left_beside_whole_shards_is_removed(tmp_path, sample):
     (tmp_path / "shard-00001.safetensors").write_bytes(b"whole, but its sidecar was not written")
     (tmp_path / ".tmp-1-shard-00002.safetensors").write_bytes(b"half")
     again = ShardWriter(tmp_path, 1, GIB)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["shard-00000.json", "shard-00000.safetensors"]
     again.put(sample("b"))
     again.flush()
     files = [f"shard-0000{i}.{e}" for i in (0, 1) for e in ("json", "safetensors")]

@@ -1,4 +1,4 @@
-"""Design section 2 on a toy written out by hand, and the unroll against a float64 reference written from the section."""
+"""Design section 2 on a toy written out by hand, and the unroll against a float64 reference of the section."""
 
 import math
 
@@ -19,7 +19,8 @@ STEPS = 4
 def make_shape(**flags):
     base = dict(
         hidden_size=H, num_aux=A, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=V,
-        draft_vocab_size=VD, rms_norm_eps=1e-5, max_position_embeddings=64, rope={"rope_type": "default", "rope_theta": 1e4},
+        draft_vocab_size=VD, rms_norm_eps=1e-5, max_position_embeddings=64,
+        rope={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
     return DraftShape(**{**base, **flags})
 
@@ -99,82 +100,91 @@ def test_runs_never_cross_a_reply_or_a_document(masks, runs):
 # ---- float64 reference, written from the section: one row at a time, everything spelled out -------------------------
 
 
-def reference_loss(objective, ids, batch, decay):
-    draft, shape = objective.draft, objective.draft.shape
-    p = {k: v.detach().double().requires_grad_(True) for k, v in draft.state_dict().items()}
-    embed = draft.embed_VH.double()
+class Reference:
+    """The section in float64, one row at a time; `p` are leaves that gradients are read from."""
 
-    def norm(x, name):
-        return x / torch.sqrt((x * x).mean() + shape.rms_norm_eps) * p[name]
+    def __init__(self, objective, ids):
+        self.draft, self.shape, self.head, self.ids = objective.draft, objective.draft.shape, objective.target_head, ids
+        self.p = {k: v.detach().double().requires_grad_(True) for k, v in self.draft.state_dict().items()}
+        self.embed = self.draft.embed_VH.double()
 
-    def rotate(x, position):
+    def norm(self, x, name):
+        return x / torch.sqrt((x * x).mean() + self.shape.rms_norm_eps) * self.p[name]
+
+    def rotate(self, x, position):
         d = x.shape[-1]
         angle = position / 1e4 ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
         cos, sin = torch.cos(angle).repeat(2), torch.sin(angle).repeat(2)
         return x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
 
-    def layer_input(token, feature):
-        normed = norm(feature, "midlayer.hidden_norm.weight")
-        x = torch.cat([norm(embed[token], "midlayer.input_layernorm.weight"), normed])
-        return x, normed if shape.norm_before_residual else feature
+    def layer_input(self, token, feature):
+        normed = self.norm(feature, "midlayer.hidden_norm.weight")
+        x = torch.cat([self.norm(self.embed[token], "midlayer.input_layernorm.weight"), normed])
+        return x, normed if self.shape.norm_before_residual else feature
 
-    def project(x, which, heads, position=None):
-        y = (p[f"midlayer.self_attn.{which}_proj.weight"] @ x).view(heads, shape.head_dim)
-        return y if position is None else rotate(y, position)
+    def project(self, x, which, heads, position=None):
+        y = (self.p[f"midlayer.self_attn.{which}_proj.weight"] @ x).view(heads, self.shape.head_dim)
+        return y if position is None else self.rotate(y, position)
 
-    def fuse(aux):
-        if shape.fc_norm:
-            aux = torch.stack([norm(aux[i], f"fc_norm.{i}.weight") for i in range(shape.num_aux)])
+    def fuse(self, aux):
+        if self.shape.fc_norm:
+            aux = torch.stack([self.norm(aux[i], f"fc_norm.{i}.weight") for i in range(self.shape.num_aux)])
         flat = aux.flatten()
-        return p["fc.weight"] @ (norm(flat, "input_norm.weight") if shape.norm_before_fc else flat)
+        return self.p["fc.weight"] @ (self.norm(flat, "input_norm.weight") if self.shape.norm_before_fc else flat)
 
-    last = {int(r): m.double() for r, m in zip(batch.last_rows_M, batch.last_MH, strict=True)}
-    head = objective.target_head
+    def key_value(self, x, position):
+        heads = self.shape.num_kv_heads
+        return self.project(x, "k", heads, position), self.project(x, "v", heads)
+
+    def output(self, x, residual, position, keys_values):
+        """The layer's output for one row that sees `keys_values`."""
+        group, mixed = self.shape.num_heads // self.shape.num_kv_heads, []
+        q = self.project(x, "q", self.shape.num_heads, position)
+        for n in range(self.shape.num_heads):
+            scores = torch.stack([q[n] @ k[n // group] for k, _ in keys_values]) / math.sqrt(self.shape.head_dim)
+            mixed.append(sum(w * v[n // group] for w, (_, v) in zip(scores.softmax(0), keys_values, strict=True)))
+        residual = residual + self.p["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
+        m = self.norm(residual, "midlayer.post_attention_layernorm.weight")
+        gate, up = (self.p[f"midlayer.mlp.{which}_proj.weight"] @ m for which in ("gate", "up"))
+        return residual + self.p["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+
+    def target(self, state):
+        state = state / torch.sqrt((state * state).mean() + self.head.eps) * self.head.norm_H.double()
+        return (self.head.head_VH.double() @ state).softmax(0)
+
+    def chain(self, x, r, aux, last, t, step1):
+        """(j, loss, hit) of every supervised step at row t of one document."""
+        own, feature = [], None
+        for j in range(1, STEPS + 1):
+            if t + j + 1 >= len(x) or not all(r[t + 1 : t + j + 2]):
+                return
+            position = t + j - 1
+            inp, residual = self.layer_input(x[t + j], self.fuse(aux[t]) if j == 1 else feature)
+            if j > 1:
+                own.append(self.key_value(inp, position))
+            output = self.output(inp, residual, position, step1[: t + 1] + own)
+            normed = self.norm(output, "norm.weight")
+            feature = normed if self.shape.norm_output else output
+            logits = self.p["lm_head.weight"] @ normed
+            loss = -(self.target(last[t + j]) * logits.log_softmax(0)).sum()
+            yield j, loss, int(self.ids[logits.argmax()] == x[t + j + 1])
+
+
+def reference_loss(objective, ids, batch, decay):
+    reference = Reference(objective, ids)
+    last_states = {int(r): m.double() for r, m in zip(batch.last_rows_M, batch.last_MH, strict=True)}
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(STEPS)]
     counts, hits = [0] * STEPS, [0] * STEPS
     for begin, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         x, r = batch.input_ids_T[begin:end].tolist(), batch.loss_mask_T[begin:end].tolist()
-        size = end - begin
-        step1 = {}
-        for t in range(size - 1):
-            inp, residual = layer_input(x[t + 1], fuse(batch.aux_TAH[begin + t].double()))
-            step1[t] = (inp, residual, project(inp, "k", shape.num_kv_heads, t), project(inp, "v", shape.num_kv_heads))
-        for t in range(size):
-            own, feature = [], None
-            for j in range(1, STEPS + 1):
-                if t + j + 1 >= size or not all(r[t + 1 : t + j + 2]):
-                    break
-                if j == 1:
-                    inp, residual = step1[t][:2]
-                else:
-                    inp, residual = layer_input(x[t + j], feature)
-                    position = t + j - 1
-                    own.append((project(inp, "k", shape.num_kv_heads, position), project(inp, "v", shape.num_kv_heads)))
-                q = project(inp, "q", shape.num_heads, t + j - 1)
-                keys = [step1[s][2] for s in range(t + 1)] + [k for k, _ in own]
-                values = [step1[s][3] for s in range(t + 1)] + [v for _, v in own]
-                group = shape.num_heads // shape.num_kv_heads
-                mixed = []
-                for n in range(shape.num_heads):
-                    scores = torch.stack([q[n] @ k[n // group] for k in keys]) / math.sqrt(shape.head_dim)
-                    mixed.append(sum(w * v[n // group] for w, v in zip(scores.softmax(0), values, strict=True)))
-                residual = residual + p["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
-                m = norm(residual, "midlayer.post_attention_layernorm.weight")
-                gate = p["midlayer.mlp.gate_proj.weight"] @ m
-                output = residual + p["midlayer.mlp.down_proj.weight"] @ (
-                    gate * torch.sigmoid(gate) * (p["midlayer.mlp.up_proj.weight"] @ m)
-                )
-                normed = norm(output, "norm.weight")
-                feature = normed if shape.norm_output else output
-                logits = p["lm_head.weight"] @ normed
-                state = last[begin + t + j]
-                state = state / torch.sqrt((state * state).mean() + head.eps) * head.norm_H.double()
-                target = (head.head_VH.double() @ state).softmax(0)
-                sums[j - 1] = sums[j - 1] - (target * logits.log_softmax(0)).sum()
-                counts[j - 1] += 1
-                hits[j - 1] += int(ids[logits.argmax()] == x[t + j + 1])
+        aux, last = batch.aux_TAH[begin:end].double(), {k - begin: v for k, v in last_states.items()}
+        inputs = [reference.layer_input(x[t + 1], reference.fuse(aux[t]))[0] for t in range(len(x) - 1)]
+        step1 = [reference.key_value(inp, t) for t, inp in enumerate(inputs)]
+        for t in range(len(x)):
+            for j, loss, hit in reference.chain(x, r, aux, last, t, step1):
+                sums[j - 1], counts[j - 1], hits[j - 1] = sums[j - 1] + loss, counts[j - 1] + 1, hits[j - 1] + hit
     loss = sum(decay**j * s / max(1, c) for j, (s, c) in enumerate(zip(sums, counts, strict=True)))
-    return loss, p, counts, hits
+    return loss, reference.p, counts, hits
 
 
 FLAGS = [
@@ -218,7 +228,8 @@ def test_packing_changes_nothing():
         parts.append(
             Batch(
                 (whole.sample_ids[d],), (0, end - begin), whole.input_ids_T[begin:end], whole.loss_mask_T[begin:end],
-                whole.positions_T[begin:end], whole.aux_TAH[begin:end], whole.last_MH[kept], whole.last_rows_M[kept] - begin,
+                whole.positions_T[begin:end], whole.aux_TAH[begin:end], whole.last_MH[kept],
+                whole.last_rows_M[kept] - begin,
             )
         )  # fmt: skip
     alone = [objective(part, STEPS) for part in parts]

@@ -19,7 +19,7 @@ def batch_of(masks):
 
 
 def serve(mask, correct, k):
-    """The server's own loop over one document: `correct[t][j]` is whether step j + 1 at row t drafts the reply's token."""
+    """The server's own loop over one document; `correct[t][j]`: step j + 1 at row t drafts the reply's token."""
     rounds, size = [], len(mask)
     starts = [t for t in range(1, size) if mask[t] and not mask[t - 1]]
     for start in starts:

@@ -15,7 +15,8 @@ def draftsmith(*args, check=True):
     """Run the CLI in a process of its own, as a user does."""
     done = subprocess.run([*DRAFTSMITH, *map(str, args)], capture_output=True, text=True, timeout=800)
     if check and done.returncode:
-        pytest.fail(f"draftsmith {' '.join(map(str, args))} exited {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        pytest.fail(f"draftsmith {' '.join(map(str, args))} exited {done.returncode}:\n{said}")
     return done
 
 
@@ -24,7 +25,9 @@ def engine_processes():
     left = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or [])
-        if process.info["status"] != psutil.STATUS_ZOMBIE and ("spawn_main" in line or "VLLM::" in line or "while kill -0" in line):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and (
+            "spawn_main" in line or "VLLM::" in line or "while kill -0" in line
+        ):
             left.append(line)
     return left
 

@@ -37,7 +37,9 @@ def target(store):
 
 def test_samples_are_what_the_server_saw_and_said(samples, store):
     tokenizer = AutoTokenizer.from_pretrained(store.manifest["target"]["local_path"])
-    header = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False).split("<|im_start|>user")[0]
+    header = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False).split(
+        "<|im_start|>user"
+    )[0]
     for row in samples:
         [[start, end]] = row["loss_spans"]
         assert end == len(row["input_ids"])
@@ -200,7 +202,13 @@ def test_resolved_config_reloads_equal(smollm_run):
 def test_killed_capture_leaves_no_engine_and_goes_on(smollm_run, cli, left_engines, tmp_path):
     """kill -9 while shards are being written; the second run keeps them and adds the rest."""
     run = tmp_path / "small"
-    args = ["--config", smollm_run["config"], f"run.dir={tmp_path}", "capture.shard_bytes=1000000", "capture.max_num_seqs=2"]
+    args = [
+        "--config",
+        smollm_run["config"],
+        f"run.dir={tmp_path}",
+        "capture.shard_bytes=1000000",
+        "capture.max_num_seqs=2",
+    ]
     run.mkdir()
     for name in ("samples", "vocab_mapping.safetensors"):
         subprocess.run(["cp", "-r", smollm_run["root"] / name, run / name], check=True)
@@ -226,4 +234,11 @@ def test_killed_capture_leaves_no_engine_and_goes_on(smollm_run, cli, left_engin
     assert sorted(r["sample_id"] for r in store.index) == sorted(r["sample_id"] for r in whole.index)
     assert not list((run / "hidden_states").glob("shard-*.json"))
     with safe_open(run / "hidden_states" / store.manifest["shards"][0]["file"], "pt") as shard:
-        assert set(shard.keys()) == {"input_ids", "loss_mask", "aux_states", "last_states", "last_rows", "sample_offsets"}
+        assert set(shard.keys()) == {
+            "input_ids",
+            "loss_mask",
+            "aux_states",
+            "last_states",
+            "last_rows",
+            "sample_offsets",
+        }

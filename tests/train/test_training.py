@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -49,12 +48,9 @@ def weights(config):
 
 
 @pytest.fixture
-def straight(synthetic_run, changed, tmp_path):
+def straight(_trained_run, synthetic_run, changed):
     """The same run in another place, trained without a stop."""
-    shutil.copytree(tmp_path / "runs", tmp_path / "straight")
-    config = changed(synthetic_run, run={"dir": str(tmp_path / "straight")})
-    train(config)
-    return config
+    return changed(synthetic_run, run={"dir": str(_trained_run / "runs")})
 
 
 def interrupt_at(monkeypatch, step):
@@ -210,8 +206,11 @@ def other_target(tiny_target, tmp_path):
     for file in tiny_target.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: t.roll(1, 0).contiguous() + 1 for k, t in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return str(folder)
 
 
