@@ -65,6 +65,17 @@ def atomic_folder(path: Path, marker: str | None = None) -> Iterator[Path]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+def remove(path: Path) -> None:
+    """Delete a file or folder if it is there; of a link to a folder only the contents, so that the link stays."""
+    if path.is_symlink() and path.is_dir():
+        for item in path.iterdir():
+            remove(item)
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete temporary files and folders that a killed process left in `folder`."""
     if folder.is_dir():

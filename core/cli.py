@@ -5,7 +5,6 @@ the one place of `core` that knows them.
 """
 
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from importlib.resources import files
@@ -15,7 +14,7 @@ from typing import Annotated
 import typer
 from safetensors import SafetensorError
 
-from draftsmith.core.atomic import write_text
+from draftsmith.core.atomic import remove, write_text
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
 from draftsmith.core.errors import StageFailed, UserError
@@ -106,9 +105,10 @@ def _load(config: Path, overrides: list[str] | None, fresh: bool, outputs: Calla
     loaded = load_config(config, overrides)
     # Whatever the stage, a target that cannot be read or layers that it lacks are said before anything is done.
     resolve_layer_ids(loaded.capture, resolve_target(loaded.target).num_layers)
-    if fresh:
+    # Under torchrun the processes share the folder: one deletes.
+    if fresh and os.environ.get("RANK", "0") == "0":
         for path in outputs(RunFolder.of(loaded)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            remove(path)
     return loaded
 
 
@@ -130,6 +130,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except UserError as error:

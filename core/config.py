@@ -6,10 +6,26 @@ for completion. Loading (YAML, overrides, error messages) is in `config_io.py`.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+# Engine arguments that correctness rests on, and what to set instead.
+_SET_BY_US = {
+    "model": "target.path",
+    "tokenizer": "target.path",
+    "revision": "target.revision",
+    "dtype": "target.dtype",
+    "trust_remote_code": "target.trust_remote_code",
+    "tensor_parallel_size": "target.tensor_parallel",
+    "max_model_len": "data.max_length",
+    "enable_prefix_caching": "off, or states and acceptance would be wrong",
+    "speculative_config": "by capture and eval",
+    "kv_transfer_config": "by capture",
+    "worker_extension_cls": "by capture",
+    "disable_log_stats": "by eval",
+}
 
 
 class Section(BaseModel):
@@ -43,6 +59,13 @@ class TargetConfig(Section):
         default_factory=dict,
         description="Passed to `vllm.LLM` as they are, e.g. {gpu_memory_utilization: 0.9}.",
     )
+
+    @field_validator("engine_args")
+    @classmethod
+    def _leaves_ours_alone(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if taken := [f"{key} ({_SET_BY_US[key]})" for key in args if key in _SET_BY_US]:
+            raise ValueError(f"set by draftsmith itself: {', '.join(taken)}")
+        return args
 
 
 class SourceConfig(Section):
@@ -112,6 +135,8 @@ class CaptureConfig(Section):
     )
     storage: Literal["bf16"] = Field("bf16", description="Number format of the states on disk.")
     mode: Literal["store"] = Field("store", description="store: all states are written before training starts.")
+    spool_bytes: None = Field(None, description="Only null for now: the spool is not built yet.")
+    data_parallel: Literal[1] = Field(1, description="Engines side by side; only 1 for now.")
     shard_bytes: int = Field(1024**3, ge=1024, description="Shards are closed when they reach this size.")
     pending_bytes: int = Field(
         2 * 1024**3,

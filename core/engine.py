@@ -9,6 +9,7 @@ Works with vLLM 0.24 to 0.33, on CUDA and on CPU. `kill -9` of the stage takes t
 
 import importlib.util
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -88,7 +89,7 @@ def vllm_engine(config: TargetConfig, target: Target, **llm_args: Any) -> Iterat
         llm_args: arguments of `vllm.LLM` that the stage needs.
 
     Raises:
-        StageFailed: the engine did not start.
+        StageFailed: the engine did not start, or something failed while it ran.
     """
     _set_environment()
     from vllm import LLM
@@ -111,6 +112,10 @@ def vllm_engine(config: TargetConfig, target: Target, **llm_args: Any) -> Iterat
         ) from error
     try:
         yield llm
+    except (UserError, StageFailed):
+        raise
+    except Exception as error:  # an engine's own types may not even cross to the parent process
+        raise StageFailed(f"the engine failed: {last_line(error)}. Run the stage again when that is mended.") from None
     finally:
         llm.llm_engine.engine_core.shutdown()
 
@@ -168,10 +173,11 @@ def last_line(error: Exception) -> str:
 def _set_environment() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # A forked engine would inherit a CUDA context that it cannot use.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # Modules that vLLM loads before it sets up its logger would speak all the same.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     if has_cuda():
         if importlib.util.find_spec("flashinfer") is None:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

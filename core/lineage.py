@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from draftsmith.core.atomic import sha256_file
+from draftsmith.core.checkpoint import Checkpoint
 from draftsmith.core.config import Config
-from draftsmith.core.manifest import check_inputs, read_manifest
+from draftsmith.core.manifest import check_inputs, manifest_hash, read_manifest
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import Target, resolve_layer_ids
 
@@ -25,8 +27,35 @@ def check_upstream(config: Config, run: RunFolder, target: Target, states: dict[
         "layer_ids": resolve_layer_ids(config.capture, target.num_layers),
         "storage": config.capture.storage,
     }
+    samples = read_manifest(run.samples)
+    if samples:
+        here["samples_manifest_sha256"] = manifest_hash(run.samples)
     check_inputs(run.hidden_states, states, {**states["inputs"], **here})
-    if samples := read_manifest(run.samples):
-        # The sources themselves may be gone by now: what counts is what was made of them.
+    if samples:
+        # The sources are not asked again: what counts is what was made of them.
         data = config.data.model_dump(mode="json", exclude={"max_skip_share", "sources"})
         check_inputs(run.samples, samples, {**samples["inputs"], "data": {**samples["inputs"]["data"], **data}})
+
+
+# Settings that change what training writes on the way, but not the trained draft.
+_NO_INPUT = {"log_interval", "eval_interval", "save_interval", "keep_checkpoints", "trackers", "max_skipped_steps"}
+
+
+def train_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
+    """Everything that decides the trained draft, the number of processes apart."""
+    return {
+        "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
+        "vocab_mapping_sha256": sha256_file(run.vocab_mapping),
+        "draft": config.draft.model_dump(mode="json"),
+        "train": config.train.model_dump(mode="json", exclude=_NO_INPUT),
+        "seed": config.run.seed,
+    }
+
+
+def check_training(config: Config, run: RunFolder, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that this config would not have trained on these states.
+
+    Raises:
+        UserError: names every setting that differs.
+    """
+    check_inputs(checkpoint.folder, {"stage": "train", "inputs": checkpoint.state["inputs"]}, train_inputs(config, run))

@@ -1,5 +1,6 @@
 """Progress with rate and ETA: a rich bar on a terminal, plain lines (one every few seconds) elsewhere."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-console = Console(stderr=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+# Logs are no 80-column terminals: tables would lose their headings.
+console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 120)
 _LINE_SECONDS = 10.0
 
 
@@ -79,5 +81,6 @@ def meter(label: str, total: int, unit: str, start: int = 0) -> Iterator[Meter]:
 
 
 def say(text: str) -> None:
-    """One line of plain information."""
-    console.print(text, markup=False)
+    """One line of plain information, from the first process of a distributed run only."""
+    if os.environ.get("RANK", "0") == "0":
+        console.print(text, markup=False)

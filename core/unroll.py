@@ -65,7 +65,7 @@ def reply_runs(batch: Batch) -> Tensor:
 
 
 def unroll(draft: DraftModel, batch: Batch, steps: int) -> Iterator[Step]:
-    """Run the draft for `steps` steps; stops early when a step has no rows.
+    """Run the draft for `steps` steps; a step without rows is run all the same, so that every rank does alike.
 
     Args:
         draft: the draft.

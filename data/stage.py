@@ -16,6 +16,7 @@ from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, write_samples
 from draftsmith.core.target import Target, load_tokenizer, resolve_target
+from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.vocab import VocabMapping, build_mapping, coverage, save_mapping
 from draftsmith.data.regenerate import Reply, regenerate
 
@@ -40,11 +41,13 @@ def prepare(config: Config) -> None:
     require_vllm("prepare")
     conversations, skipped = _read_sources(config)
     _check_skips(config, len(conversations), skipped)
+    _check_target(config, target, tokenizer.all_special_ids)
     run.open(config)
     replies, more = regenerate(config, target, conversations)
     skipped += more
     _check_skips(config, len(conversations) - len({s.place for s in more}), skipped)
     samples = _samples(config, conversations, replies, skipped)
+    _check_skips(config, len(samples), skipped)
     mapping = _mapping(config, target, tokenizer.all_special_ids, samples)
     figures = _figures(samples, skipped, mapping)
     save_mapping(run.vocab_mapping, mapping, {k: figures[k] for k in ("coverage_train", "coverage_eval")})
@@ -66,6 +69,20 @@ def prepare_inputs(config: Config, target: Target) -> dict[str, Any]:
     for source in data["sources"]:
         source["sha256"] = sha256_file(source_file(source["path"]))
     return {"data": data, "seed": config.run.seed, "target": target.fingerprint(config.target)}
+
+
+def _check_target(config: Config, target: Target, special_ids: list[int]) -> None:
+    """What would fail a later stage fails here, before the target answers a single prompt."""
+    _mapping(config, target, special_ids, [])
+    load_target_weights(target)
+    context = getattr(target.hf_config, "max_position_embeddings", None)
+    spare = max(2, max(config.eval.k) + 1)  # capture makes a token more than a sample holds, serving drafts K more
+    if isinstance(context, int) and config.data.max_length + spare > context:
+        raise UserError(
+            f"data.max_length is {config.data.max_length}, and the target's context of {context} tokens must also hold "
+            f"{spare} more while serving.",
+            f"Set data.max_length to {context - spare} or less.",
+        )
 
 
 def _read_sources(config: Config) -> tuple[list[Conversation], list[Skipped]]:
@@ -162,6 +179,7 @@ def _reply_tokens(samples: list[Sample], split: str) -> list[list[int]]:
 def _mapping(config: Config, target: Target, special_ids: list[int], samples: list[Sample]) -> VocabMapping:
     eos = getattr(target.hf_config, "eos_token_id", None)
     ends = [eos] if isinstance(eos, int) else list(eos or [])
+    # Whatever their count: a draft that cannot end a turn is wrong once in every reply.
     always = [*ends, *special_ids]
     return build_mapping(_reply_tokens(samples, "train"), always, target.vocab_size, config.data.draft_vocab_size)
 

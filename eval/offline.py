@@ -1,5 +1,7 @@
 """What the store alone can tell: replayed acceptance of the export, and the objective of the final checkpoint."""
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,15 +19,30 @@ from draftsmith.data.batching import collate, plan_batches
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 
-def held_out_batches(store: HiddenStateStore, tokens_per_batch: int) -> list[Batch]:
-    """The held-out samples, packed in a fixed order."""
-    numbers = store.numbers("eval")
-    plan = plan_batches(store.lengths(numbers), tokens_per_batch)
-    return [collate(store, [numbers[i] for i in batch]) for batch in plan]
+class HeldOut:
+    """The held-out samples, packed in a fixed order and read batch by batch, every time they are iterated."""
+
+    def __init__(self, store: HiddenStateStore, tokens_per_batch: int) -> None:
+        """Plan the batches; nothing is read yet."""
+        self.store, self.numbers = store, store.numbers("eval")
+        self.plan = plan_batches(store.lengths(self.numbers), tokens_per_batch)
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (collate(self.store, [self.numbers[i] for i in batch]) for batch in self.plan)
+
+
+def release_memory() -> None:
+    """Give the GPU's memory back: the engines that serve next want nearly all of it."""
+    gc.collect()
+    if has_cuda():
+        torch.cuda.empty_cache()
 
 
 def replay(
-    config: Config, target: Target, export: DraftFolder, norm_form: str, batches: list[Batch]
+    config: Config, target: Target, export: DraftFolder, norm_form: str, batches: HeldOut
 ) -> tuple[list[dict[str, Any]], dict[int, list[SampleRounds]]]:
     """Replayed acceptance for every K of the config, in one pass.
 
@@ -58,11 +75,11 @@ def replay(
     return rows, rounds
 
 
-def objective_figures(config: Config, target: Target, checkpoint: Checkpoint, batches: list[Batch]) -> dict[str, Any]:
+def objective_figures(target: Target, checkpoint: Checkpoint, batches: HeldOut) -> dict[str, Any]:
     """`objective` of the report: per-step soft cross-entropy (nats) of the final checkpoint on the held-out samples."""
     objective: Objective = build_objective(target, checkpoint.shape, checkpoint.target_ids, checkpoint.norm_form)
     objective.draft.load_state_dict(checkpoint.tensors)
-    steps = config.train.ttt_steps
+    steps: int = checkpoint.state["inputs"]["train"]["ttt_steps"]
     device = torch.device("cuda" if has_cuda() else "cpu")
     objective.to(device).eval()
     loss, rows, hits = torch.zeros(3, steps, dtype=torch.float64)

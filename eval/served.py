@@ -68,7 +68,9 @@ def prompt_sets(config: Config, target: Target) -> list[PromptSet]:
                 )
             upto = row.user_turns[-1] + 1
             prompts.append(render_prompt(tokenizer, list(row.messages[:upto]), row.place))
-        sets.append(_prompt_set(config, Path(path).stem, prompts))
+        name = Path(path).stem
+        taken = {s.name for s in sets}
+        sets.append(_prompt_set(config, name if name not in taken else f"{name}-{len(sets)}", prompts))
     if not sets or not all(s.prompts for s in sets):
         raise UserError(
             "there is no prompt to serve.",

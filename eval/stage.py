@@ -21,7 +21,7 @@ from draftsmith.core.manifest import (
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import resolve_target
-from draftsmith.eval.offline import held_out_batches, objective_figures, replay
+from draftsmith.eval.offline import HeldOut, objective_figures, release_memory, replay
 from draftsmith.eval.report import write_report
 from draftsmith.eval.served import prompt_sets, report_rows, serve
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
@@ -53,12 +53,13 @@ def evaluate(config: Config) -> None:
     sets = prompt_sets(config, target)
     require_vllm("eval")
     run.open(config)
-    batches = held_out_batches(store, config.train.tokens_per_batch)
+    batches = HeldOut(store, config.train.tokens_per_batch)
     report: dict[str, Any] = {"replay": [], "served": [], "objective": None}
-    if batches:
+    if len(batches):
         norm_form = store.manifest["last_state"]["norm_form"]
         report["replay"], _ = replay(config, target, read_draft_folder(run.export), norm_form, batches)
-        report["objective"] = objective_figures(config, target, checkpoint, batches)
+        report["objective"] = objective_figures(target, checkpoint, batches)
+        release_memory()
     without = serve(config, target, sets, None, 0)
     for k in config.eval.k:
         report["served"] += report_rows(k, serve(config, target, sets, run.export.resolve(), k), without)
@@ -76,6 +77,8 @@ def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
         "eval": config.eval.model_dump(mode="json"),
         "sets": [sha256_file(source_file(path)) for path in config.eval.sets],
         "sampling": config.data.sampling.model_dump(mode="json"),
+        "tensor_parallel": config.target.tensor_parallel,
+        "engine_args": config.target.engine_args,
         "seed": config.run.seed,
     }
 

@@ -8,7 +8,7 @@ from draftsmith.core.atomic import atomic_folder, sha256_file, write_json, write
 from draftsmith.core.checkpoint import DRAFT, WEIGHTS, Checkpoint, final_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.errors import StageFailed
-from draftsmith.core.lineage import check_upstream
+from draftsmith.core.lineage import check_training, check_upstream
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
@@ -28,7 +28,7 @@ def export(config: Config) -> None:
 
     Raises:
         UserError: there is no finished training, or the export was made from another one.
-        StageFailed: the export is not complete or not the trained draft; what was written stays in a folder beside.
+        StageFailed: the export is not complete or not the trained draft; the findings stay in `export-failed/`.
     """
     run = RunFolder.of(config)
     folder = final_checkpoint(run, "export")
@@ -36,6 +36,7 @@ def export(config: Config) -> None:
     target = resolve_target(config.target)
     check_upstream(config, run, target, store.manifest)
     checkpoint = read_checkpoint(folder)
+    check_training(config, run, checkpoint)
     inputs = export_inputs(config, folder)
     if manifest := read_manifest(run.export):
         check_inputs(run.export, manifest, inputs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.core.atomic import write_json
 from draftsmith.core.config import Config
-from draftsmith.core.engine import generate, last_line, vllm_engine
+from draftsmith.core.engine import generate, vllm_engine
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import meter
 from draftsmith.core.samples import Sample
@@ -18,15 +18,16 @@ PROBE = "probe.json"
 
 
 def capture_samples(
-    config: Config, target: Target, layer_ids: list[int], samples: list[Sample], folder: Path
+    config: Config, target: Target, layer_ids: list[int], samples: list[Sample], missing: list[Sample], folder: Path
 ) -> list[dict[str, str]]:
-    """Capture `samples` into shards in `folder`.
+    """Capture `missing` into shards in `folder`.
 
     Args:
         config: the run's config.
         target: resolved target.
         layer_ids: auxiliary layer ids, ascending.
-        samples: those that are not on disk yet.
+        samples: all of the run; the probe is drawn from them.
+        missing: those that are not on disk yet.
         folder: `hidden_states/` of the run.
 
     Returns:
@@ -37,17 +38,10 @@ def capture_samples(
     """
     with vllm_engine(config.target, target, **_engine_args(config, target, layer_ids, folder)) as llm:
         chosen = choose_probe(config.capture.probe, samples)
-        try:
-            write_json(folder / PROBE, asdict(_probe(config, target, layer_ids, llm, chosen, folder)))
-            # Longest first: a batch then holds like lengths, and the last step is not one long straggler.
-            _prefill(llm, sorted(samples, key=lambda s: -len(s.input_ids)), len(chosen))
-            rejected = [r for answer in llm.collective_rpc("draftsmith_flush") for r in answer]
-        except StageFailed:
-            raise
-        except Exception as error:  # vLLM wraps what its workers raise in types of its own
-            raise StageFailed(
-                f"capture stopped: {last_line(error)}. Run it again when mended; finished shards are kept."
-            ) from error
+        write_json(folder / PROBE, asdict(_probe(config, target, layer_ids, llm, chosen, folder)))
+        # Longest first: a batch then holds like lengths, and the last step is not one long straggler.
+        _prefill(llm, sorted(missing, key=lambda s: -len(s.input_ids)), len(chosen))
+        rejected = [r for answer in llm.collective_rpc("draftsmith_flush") for r in answer]
     return rejected
 
 

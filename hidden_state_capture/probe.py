@@ -112,7 +112,9 @@ def _state_errors(
 ) -> dict[int, float]:
     """Median per-token relative error of every captured layer, the last one under the id n."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(target.local_path),
         dtype=getattr(torch, config.target.dtype),

@@ -58,7 +58,7 @@ def capture(config: Config) -> None:
         say(f"hidden states: {len(done)} samples of an earlier run are on disk, {len(missing)} to go")
     rejected: list[dict[str, str]] = []
     if missing:
-        rejected = in_engine_process(capture_samples, config, target, layer_ids, missing, folder)
+        rejected = in_engine_process(capture_samples, config, target, layer_ids, samples, missing, folder)
     _finish(config, target, layer_ids, samples, rejected, inputs)
 
 

@@ -17,7 +17,7 @@ class Metrics:
     """Appends one JSON object a line; only the main process writes."""
 
     def __init__(self, path: Path, accelerator: Accelerator, config: Config, resumed_step: int) -> None:
-        self.path, self.accelerator = path, accelerator
+        self.path, self.accelerator, self.names = path, accelerator, config.train.trackers
         self._trackers = bool(config.train.trackers)
         if accelerator.is_main_process:
             # What a killed run logged after its last checkpoint will be logged again.
@@ -41,7 +41,11 @@ class Metrics:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_finite({"step": step, "time": round(time.time(), 3), **values})) + "\n")
         if self._trackers:
-            self.accelerator.log(_flat(values), step=step)
+            try:
+                self.accelerator.log(_flat(values), step=step)
+            except Exception as error:  # as at the start: training goes on
+                say(f"warning: trackers {self.names} failed ({error}); metrics.jsonl is still written")
+                self._trackers = False
 
     def close(self) -> None:
         """Let the trackers finish."""

@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
-from draftsmith.core.atomic import sha256_file
 from draftsmith.core.checkpoint import Checkpoint, build_objective, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import resolve_shape
 from draftsmith.core.engine import has_cuda
-from draftsmith.core.errors import UserError
-from draftsmith.core.lineage import check_upstream
-from draftsmith.core.manifest import check_inputs, manifest_hash
+from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.lineage import check_upstream, train_inputs
+from draftsmith.core.manifest import check_inputs, write_manifest
 from draftsmith.core.objective import Objective
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
@@ -27,15 +26,6 @@ from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.state import TrainState, load_optimizer
 
-# Settings that change what is written on the way, but not the trained draft.
-_NO_INPUT = {
-    "log_interval",
-    "eval_interval",
-    "save_interval",
-    "keep_checkpoints",
-    "trackers",
-    "max_skipped_steps",
-}
 # Share of the random initial fc that stays beside the identity; 0, 0.1 and 1 reach the same within seeds' noise.
 _FC_REST = 0.1
 
@@ -59,33 +49,33 @@ def train(config: Config) -> None:
         raise UserError(f"{run.hidden_states} holds no training sample.", "Add prompts, or lower data.eval_share.")
     state = TrainState(0, len(plan), 0, accelerator.num_processes, inputs)
     checkpoint = _newest(run, state)
-    if checkpoint and checkpoint.state["step"] == len(plan):
+    if checkpoint and checkpoint.state["step"] == checkpoint.state["total_steps"]:
         say(f"draft: {checkpoint.folder} (already there)")
         return
     if accelerator.is_main_process:
         run.open(config)
     set_seed(config.run.seed)
     trainer = _trainer(config, run, store, target, accelerator, plan, state, checkpoint)
-    trainer.run()
+    try:
+        trainer.run()
+    except torch.OutOfMemoryError as error:
+        raise StageFailed(
+            f"training ran out of GPU memory at step {state.step + 1}; lower train.tokens_per_batch (now "
+            f"{config.train.tokens_per_batch}) or data.draft_vocab_size. {error}"
+        ) from None
     trainer.metrics.close()
+    if accelerator.is_main_process:
+        outputs = {"checkpoint": f"step-{len(plan):07d}", "steps": len(plan), "world_size": state.world_size}
+        write_manifest(run.checkpoints, "train", inputs, outputs)
     say(f"draft: {len(plan)} steps -> {run.checkpoints}/step-{len(plan):07d}")
-
-
-def train_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
-    """Everything that decides the trained draft, the number of processes apart."""
-    return {
-        "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
-        "vocab_mapping_sha256": sha256_file(run.vocab_mapping),
-        "draft": config.draft.model_dump(mode="json"),
-        "train": config.train.model_dump(mode="json", exclude=_NO_INPUT),
-        "seed": config.run.seed,
-    }
 
 
 def _accelerator(config: Config, run: RunFolder) -> Accelerator:
     wanted = config.train.precision
     half = wanted == "bfloat16" or (wanted == "auto" and (has_cuda() or _cpu_has_bfloat16()))
     return Accelerator(
+        # The frozen embedding and heads are buffers: alike on every rank, and far too large to send at every step.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         mixed_precision="bf16" if half else "no",
         log_with=list(config.train.trackers) or None,
         project_dir=str(run.root),

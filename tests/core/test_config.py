@@ -226,3 +226,29 @@ print(load_config(sys.argv[1]).run.name)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "quickstart"
+
+
+DESIGN_EXAMPLE = """
+run:     {name: quickstart, dir: runs, seed: 0}
+target:  {path: smollm2-135m-instruct, revision: null, dtype: bfloat16, chat_template: null, tensor_parallel: 1,
+          engine_args: {}}
+data:    {sources: [{path: prompts.jsonl, limit: null, weight: 1.0}], replies: regenerate,
+          sampling: {temperature: 0.0, max_tokens: 256}, max_length: 2048, eval_share: 0.1, draft_vocab_size: 8192,
+          max_skip_share: 0.05}
+capture: {layer_ids: auto, storage: bf16, mode: store, shard_bytes: 1073741824, spool_bytes: null, data_parallel: 1}
+draft:   {num_heads: null, num_kv_heads: null, head_dim: null, intermediate_size: null, norm_before_residual: false,
+          norm_before_fc: false, fc_norm: false, norm_output: false}
+train:   {engine: accelerate, ttt_steps: 7, step_decay: 0.8, loss: soft_ce, tokens_per_batch: 16384, epochs: 10,
+          learning_rate: 1.0e-4, warmup_ratio: 0.015, schedule: cosine, max_grad_norm: 0.5, eval_interval: 200,
+          save_interval: 200, trackers: []}
+eval:    {k: [3], temperature: [0.0], concurrency: [1], sets: [], max_prompts: null}
+export:  {format: hf, verify: true}
+"""
+
+
+def test_the_contracts_keys_and_defaults(tmp_path):
+    """The names and defaults that the design promises; only the source differs from ours."""
+    path = tmp_path / "design.yaml"
+    path.write_text(DESIGN_EXAMPLE)
+    loaded = load_config(path, ["data.sources=[{path: demo-prompts}]"])
+    assert loaded == Config()

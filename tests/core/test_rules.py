@@ -122,3 +122,9 @@ def test_every_shipped_data_file_is_packaged():
         if p.suffix in (".j2", ".jsonl", ".yaml", ".json", ".typed")
     }
     assert kept == shipped
+
+
+def test_the_readme_names_every_file():
+    tree = (ROOT / "README.md").read_text()
+    files = [p.name for package in ("core", *STAGES) for p in (ROOT / package).glob("*.py") if p.name != "__init__.py"]
+    assert not [name for name in files if f"      {name}" not in tree]

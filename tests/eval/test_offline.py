@@ -7,7 +7,7 @@ from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.errors import UserError
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import resolve_target
-from draftsmith.eval.offline import held_out_batches, objective_figures, replay
+from draftsmith.eval.offline import HeldOut, objective_figures, replay
 from draftsmith.eval.served import HELD_OUT, prompt_sets
 from draftsmith.eval.stage import eval_inputs, evaluate
 from draftsmith.export.stage import export
@@ -23,7 +23,7 @@ def exported(trained_run):
 
 
 def batches_of(config, tokens):
-    return held_out_batches(HiddenStateStore(RunFolder.of(config).hidden_states), tokens)
+    return HeldOut(HiddenStateStore(RunFolder.of(config).hidden_states), tokens)
 
 
 def replayed(config, tokens=64):
@@ -83,14 +83,14 @@ def test_packing_changes_neither_replay_nor_objective(exported, tokens):
     assert replayed(exported, tokens)[0] == replayed(exported)[0]
     checkpoint = read_checkpoint(final_checkpoint(RunFolder.of(exported), "test"))
     target = resolve_target(exported.target)
-    one, other = (objective_figures(exported, target, checkpoint, batches_of(exported, t)) for t in (64, tokens))
+    one, other = (objective_figures(target, checkpoint, batches_of(exported, t)) for t in (64, tokens))
     assert one["supervised_rows_per_step"] == other["supervised_rows_per_step"]
     assert one["loss_per_step"] == pytest.approx(other["loss_per_step"], rel=1e-5)
 
 
 def test_the_objective_counts_the_rows_of_the_alignment(exported, synthetic_samples):
     checkpoint = read_checkpoint(final_checkpoint(RunFolder.of(exported), "test"))
-    figures = objective_figures(exported, resolve_target(exported.target), checkpoint, batches_of(exported, 64))
+    figures = objective_figures(resolve_target(exported.target), checkpoint, batches_of(exported, 64))
     replies = [b - a for s in synthetic_samples if s.split == "eval" for a, b in s.loss_spans]
     # At step j the row needs j + 1 reply tokens after it: a reply of n tokens has n - j such rows.
     assert figures["supervised_rows_per_step"] == [sum(n - j for n in replies) for j in (1, 2, 3)]
