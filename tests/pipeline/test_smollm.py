@@ -27,7 +27,7 @@ def store(smollm_run):
 
 @pytest.fixture(scope="module")
 def samples(smollm_run):
-    return pq.read_table(smollm_run["root"] / "samples").to_pylist()
+    return pq.read_table(smollm_run["root"] / "samples" / "samples.parquet").to_pylist()
 
 
 @pytest.fixture(scope="module")
