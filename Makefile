@@ -29,6 +29,7 @@ STAGES := prepare capture train eval export
 .PHONY: help setup demo prepare capture train eval export summary doctor test test-gpu lint format clean
 
 help: ## This list.
+	@echo 'make TARGET [CONFIG=configs/x.yaml] [ARGS="section.key=value ... --fresh"]'
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Make .venv with everything in it; does nothing where that is done.

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from draftsmith.core.config import TargetConfig
 from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.progress import say
 from draftsmith.core.target import Target
 
 if TYPE_CHECKING:
@@ -104,12 +106,15 @@ def vllm_engine(config: TargetConfig, target: Target, **llm_args: Any) -> Iterat
         **llm_args,
         **config.engine_args,
     }
+    begin = time.monotonic()
+    say(f"vLLM: starting {target.path} ...")
     try:
         llm = LLM(**args)
     except Exception as error:  # vLLM raises many unrelated types here
         raise StageFailed(
             f"vLLM could not start on {target.path}: {last_line(error)}. Its own messages are above."
         ) from error
+    say(f"vLLM: ready in {time.monotonic() - begin:.0f} s")
     try:
         yield llm
     except (UserError, StageFailed):

@@ -99,7 +99,8 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
     if differences:
         raise UserError(
             f"{folder} was made with other settings: " + "; ".join(differences) + ".",
-            f"Choose another run.name, or make it again with `draftsmith {manifest['stage']} --fresh`.",
+            f"Choose another run.name, or make it again with `draftsmith {manifest['stage']} --fresh` "
+            f"(`make {manifest['stage']} ARGS=--fresh`).",
         )
 
 

@@ -1,13 +1,14 @@
 """The last thing `make demo` prints: what the run made, and what it reached."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from draftsmith.core.config import Config
 from draftsmith.core.errors import UserError
-from draftsmith.core.manifest import read_manifest
+from draftsmith.core.manifest import manifest_hash, read_manifest
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 
@@ -21,22 +22,38 @@ def print_summary(config: Config) -> None:
     run = RunFolder.of(config)
     if not run.root.is_dir():
         raise UserError(f"{run.root}: no such run.", "Run `make prepare` or `make demo` first.")
-    made = {
-        "samples": f"{run.samples}" if read_manifest(run.samples) else None,
-        "hidden states": f"{run.hidden_states}" if read_manifest(run.hidden_states) else None,
-        "checkpoint": f"{done[-1]}" if (done := run.complete_checkpoints()) else None,
-        "export": f"{run.export}" if read_manifest(run.export) else None,
-        "report": f"{run.eval}/report.html" if read_manifest(run.eval) else None,
-    }
+    made, current = _made(run)
     stages = Table(title=f"run {config.run.name}", title_justify="left", show_header=False)
     for name, where in made.items():
-        stages.add_row(name, where or "not made yet")
+        stages.add_row(name, where)
     console.print(stages)
-    report_file = run.eval / "report.json"
-    if made["report"] and report_file.is_file():
-        report = json.loads(report_file.read_text(encoding="utf-8"))
+    if current:
+        report = json.loads((run.eval / "report.json").read_text(encoding="utf-8"))
         console.print(_acceptance_table(report))
-        say(f"serve it: vllm serve {config.target.path} --speculative-config '{_spec(run, config)}'")
+        spec = {"method": "eagle3", "model": str(run.export), "num_speculative_tokens": config.eval.k[0]}
+        local = report["settings"]["target"]["local_path"]
+        say(f"serve it (GPU build of vLLM): vllm serve {local} --speculative-config '{json.dumps(spec)}'")
+
+
+def _made(run: RunFolder) -> tuple[dict[str, str], bool]:
+    """Each stage's output, or that it is missing or of an earlier draft; and whether the report is of the draft."""
+    checkpoints, export, report = run.complete_checkpoints(), read_manifest(run.export), read_manifest(run.eval)
+    newest = checkpoints[-1].name if checkpoints else None
+    export_fits = export is not None and export["checkpoint"] == newest
+    of = report["inputs"]["export_manifest_sha256"] if report else None
+    report_fits = export_fits and of == manifest_hash(run.export)
+    stale = "of an earlier draft: make {} ARGS=--fresh"
+
+    def said(there: object, where: Path, fits: bool, stage: str) -> str:
+        return "not made yet" if not there else str(where) if fits else f"{where}, {stale.format(stage)}"
+
+    return {
+        "samples": said(read_manifest(run.samples), run.samples, True, "prepare"),
+        "hidden states": said(read_manifest(run.hidden_states), run.hidden_states, True, "capture"),
+        "checkpoint": said(newest, run.checkpoints / str(newest), True, "train"),
+        "export": said(export, run.export, export_fits, "export"),
+        "report": said(report, run.eval / "report.html", report_fits, "eval"),
+    }, report_fits
 
 
 def _acceptance_table(report: dict[str, Any]) -> Table:
@@ -68,8 +85,3 @@ def _acceptance_table(report: dict[str, Any]) -> Table:
             f"{row['speedup']:.2f}",
         )
     return table
-
-
-def _spec(run: RunFolder, config: Config) -> str:
-    spec = {"method": "eagle3", "model": str(run.export), "num_speculative_tokens": config.eval.k[0]}
-    return json.dumps(spec)

@@ -16,7 +16,7 @@ from draftsmith.core.samples import read_samples
 from draftsmith.core.target import Target, load_tokenizer
 
 HELD_OUT = "held_out"
-_WARM_UP = 2
+_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _serve(config: Config, target: Target, sets: list[PromptSet], draft: Path | 
     args: dict[str, Any] = {
         "max_model_len": config.data.max_length + k + 1,
         "max_num_seqs": max(config.eval.concurrency),
-        "enable_prefix_caching": False,  # it changes acceptance (known faults E2); recorded in the report
+        "enable_prefix_caching": False,  # it changes acceptance; recorded in the report
         "disable_log_stats": False,  # the counters are what we came for
         "seed": config.run.seed,
     }
@@ -116,8 +116,10 @@ def _serve(config: Config, target: Target, sets: list[PromptSet], draft: Path | 
     label = f"served, K = {k}" if draft else "served without draft"
     passes = [(s, t, c) for s in sets for t in config.eval.temperature for c in config.eval.concurrency]
     with vllm_engine(config.target, target, **args) as llm:
-        warm = PromptSet("warm-up", sets[0].prompts[:_WARM_UP], sets[0].max_tokens[:_WARM_UP])
-        _measure(config, llm, warm, 0.0, _WARM_UP, None)
+        # Kernels are made on the first use of a shape: every concurrency is warmed up, with a few tokens.
+        for concurrency in config.eval.concurrency:
+            some = sets[0].prompts[: 2 * concurrency]
+            _measure(config, llm, PromptSet("warm-up", some, [_WARM_UP_TOKENS] * len(some)), 0.0, concurrency, None)
         with meter(label, sum(len(s.prompts) for s, _, _ in passes), "prompts") as shown:
             results = [_measure(config, llm, s, t, c, shown) for s, t, c in passes]
     if draft and not any(r.drafts for r in results):

@@ -67,6 +67,10 @@ def evaluate(config: Config) -> None:
     report["versions"] = package_versions()
     write_report(run, config, report)
     write_manifest(run.eval, "eval", inputs, {"report": "report.json"})
+    for row in report["served"]:
+        length = f"acceptance length {row['acceptance_length']:.3f}"
+        say(f"{row['set']}, K = {row['k']}, T = {row['temperature']:g}: {length} served")
+    say(f"report: {run.eval}/report.html")
 
 
 def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:

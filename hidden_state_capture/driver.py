@@ -51,7 +51,7 @@ def _engine_args(config: Config, target: Target, layer_ids: list[int], folder: P
         "max_model_len": config.data.max_length + 2,  # the engine always makes a token, and speculates one more
         "max_num_batched_tokens": config.capture.max_batched_tokens,
         "max_num_seqs": config.capture.max_num_seqs,
-        # With prefix caching on, cached tokens would have no state rows (known faults C1).
+        # With prefix caching on, cached tokens would have no state rows.
         "enable_prefix_caching": False,
         "worker_extension_cls": "draftsmith.hidden_state_capture.worker.CaptureWorker",
         "speculative_config": {

@@ -130,7 +130,7 @@ def _finish(
     for leftover in (INPUTS, PROBE, *(Path(s["shard"]["file"]).with_suffix(".json").name for s in sidecars)):
         (folder / leftover).unlink(missing_ok=True)
     size = sum(s["shard"]["bytes"] for s in sidecars)
-    say(f"hidden states: {len(rows)} samples, {size / 1e9:.2f} GB, {len(rejected)} rejected -> {folder}")
+    say(f"hidden states: {len(rows)} samples, {size / 1e6:,.0f} MB, {len(rejected)} rejected -> {folder}")
 
 
 def _index_rows(sidecars: list[dict[str, Any]], samples: list[Sample]) -> list[dict[str, Any]]:

@@ -157,7 +157,7 @@ def split_states(sample: SampleStates) -> dict[str, Tensor]:
 
 
 def unusable(tensors: dict[str, Tensor]) -> str | None:
-    """Why the states cannot be used: non-finite, or a layer that is zero throughout (known faults C5)."""
+    """Why the states cannot be used: non-finite, or a layer that is zero throughout."""
     aux, last = tensors["aux_states"], tensors["last_states"]
     if not (torch.isfinite(aux).all() and torch.isfinite(last).all()):
         return "non-finite states"

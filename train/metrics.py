@@ -27,10 +27,10 @@ class Metrics:
             self._start_trackers(config)
 
     def _start_trackers(self, config: Config) -> None:
+        flat = _flat(config.model_dump(mode="json"))
+        folder = {"wandb": {"dir": str(self.path.parent)}}
         try:
-            self.accelerator.init_trackers(
-                f"draftsmith-{config.run.name}", config=_flat(config.model_dump(mode="json"))
-            )
+            self.accelerator.init_trackers(f"draftsmith-{config.run.name}", config=flat, init_kwargs=folder)
         except Exception as error:  # a tracker's outage must not cost a training run
             say(f"warning: trackers {config.train.trackers} did not start ({error}); metrics.jsonl is still written")
             self._trackers = False

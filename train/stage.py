@@ -1,5 +1,6 @@
 """`train`: hidden states -> draft checkpoints."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from draftsmith.core.draft_shape import resolve_shape
 from draftsmith.core.engine import has_cuda
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.lineage import check_upstream, train_inputs
-from draftsmith.core.manifest import check_inputs, write_manifest
+from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.objective import Objective
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
@@ -50,6 +51,8 @@ def train(config: Config) -> None:
     state = TrainState(0, len(plan), 0, accelerator.num_processes, inputs)
     checkpoint = _newest(run, state)
     if checkpoint and checkpoint.state["step"] == checkpoint.state["total_steps"]:
+        if not read_manifest(run.checkpoints):  # killed between the last checkpoint and this
+            _write_manifest(run, checkpoint.state)
         say(f"draft: {checkpoint.folder} (already there)")
         return
     if accelerator.is_main_process:
@@ -65,9 +68,13 @@ def train(config: Config) -> None:
         ) from None
     trainer.metrics.close()
     if accelerator.is_main_process:
-        outputs = {"checkpoint": f"step-{len(plan):07d}", "steps": len(plan), "world_size": state.world_size}
-        write_manifest(run.checkpoints, "train", inputs, outputs)
+        _write_manifest(run, asdict(state))
     say(f"draft: {len(plan)} steps -> {run.checkpoints}/step-{len(plan):07d}")
+
+
+def _write_manifest(run: RunFolder, state: dict[str, Any]) -> None:
+    outputs = {"checkpoint": f"step-{state['step']:07d}", "steps": state["step"], "world_size": state["world_size"]}
+    write_manifest(run.checkpoints, "train", state["inputs"], outputs)
 
 
 def _accelerator(config: Config, run: RunFolder) -> Accelerator:
