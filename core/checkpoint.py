@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.core.atomic import atomic_folder, write_json
+from draftsmith.core.damage import reading
 from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_shape import DraftShape
-from draftsmith.core.errors import UserError
+from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.objective import Objective
 from draftsmith.core.run import COMPLETE, RunFolder
 from draftsmith.core.target import Target
@@ -74,16 +75,20 @@ def write_checkpoint(
     """
     with atomic_folder(folder, marker=COMPLETE) as tmp:
         save_file({k: v.contiguous() for k, v in tensors.items()}, tmp / WEIGHTS)
-        torch.save(optimizer, tmp / OPTIMIZER)
+        try:
+            torch.save(optimizer, tmp / OPTIMIZER)
+        except RuntimeError as error:  # torch's way to say that the disk is full
+            raise StageFailed(f"{folder} could not be written ({error}). Free space and run `train` again.") from None
         write_json(tmp / DRAFT, draft)
         write_json(tmp / STATE, state)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a complete checkpoint."""
-    tensors = load_file(folder / WEIGHTS)
-    draft = json.loads((folder / DRAFT).read_text(encoding="utf-8"))
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    with reading(folder, f"Delete {folder} and run `draftsmith train` again."):
+        tensors = load_file(folder / WEIGHTS)
+        draft = json.loads((folder / DRAFT).read_text(encoding="utf-8"))
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
     return Checkpoint(
         folder, DraftShape(**draft["shape"]), tensors, d2t, t2d, draft["layer_ids"], draft["norm_form"], state
@@ -102,7 +107,8 @@ def final_checkpoint(run: RunFolder, needed_by: str) -> Path:
             f"`{needed_by}` needs a trained draft, and {run.checkpoints} has no complete checkpoint.",
             "Run `draftsmith train` with the same config first.",
         )
-    state = json.loads((done[-1] / STATE).read_text(encoding="utf-8"))
+    with reading(done[-1] / STATE, f"Delete {done[-1]} and run `draftsmith train` again."):
+        state = json.loads((done[-1] / STATE).read_text(encoding="utf-8"))
     if state["step"] < state["total_steps"]:
         raise UserError(
             f"training stopped at step {state['step']} of {state['total_steps']} ({done[-1]}).",

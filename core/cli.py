@@ -6,7 +6,8 @@ the one place of `core` that knows them.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +35,8 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Stage 1: conversations to samples; the target answers the prompts on vLLM."""
-    _prepare(_load(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping]))
+    with _run(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping]) as loaded:
+        _prepare(loaded)
 
 
 @app.command()
@@ -42,9 +44,9 @@ def capture(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = Fals
     """Stage 2: hidden states of the target; prepares what is missing."""
     from draftsmith.hidden_state_capture.stage import capture as run_capture
 
-    loaded = _load(config, overrides, fresh, lambda run: [run.hidden_states])
-    _prepare(loaded)
-    run_capture(loaded)
+    with _run(config, overrides, fresh, lambda run: [run.hidden_states]) as loaded:
+        _prepare(loaded)
+        run_capture(loaded)
 
 
 @app.command()
@@ -52,7 +54,8 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False)
     """Stage 3: train the draft; goes on from the newest checkpoint."""
     from draftsmith.train.stage import train as run_train
 
-    run_train(_load(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]))
+    with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]) as loaded:
+        run_train(loaded)
 
 
 @app.command("eval")
@@ -60,15 +63,16 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = Fal
     """Stage 4: replay offline, serve on vLLM, report; exports what it serves."""
     from draftsmith.eval.stage import evaluate as run_evaluate
 
-    loaded = _load(config, overrides, fresh, lambda run: [run.eval])
-    _export(loaded)
-    run_evaluate(loaded)
+    with _run(config, overrides, fresh, lambda run: [run.eval]) as loaded:
+        _export(loaded)
+        run_evaluate(loaded)
 
 
 @app.command()
 def export(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Stage 5: the draft as vLLM loads it, verified."""
-    _export(_load(config, overrides, fresh, lambda run: [run.export]))
+    with _run(config, overrides, fresh, lambda run: [run.export]) as loaded:
+        _export(loaded)
 
 
 @app.command()
@@ -99,17 +103,23 @@ def schema(
         raise StageFailed(f"{path} is not the schema of core/config.py; write it with `draftsmith schema`.")
 
 
-def _load(config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]]) -> Config:
+@contextmanager
+def _run(
+    config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]]
+) -> Iterator[Config]:
+    """The checked config of a stage, its run locked, and with `fresh` the stage's old output gone."""
     from draftsmith.core.target import resolve_layer_ids, resolve_target
 
     loaded = load_config(config, overrides)
     # Whatever the stage, a target that cannot be read or layers that it lacks are said before anything is done.
     resolve_layer_ids(loaded.capture, resolve_target(loaded.target).num_layers)
-    # Under torchrun the processes share the folder: one deletes.
-    if fresh and os.environ.get("RANK", "0") == "0":
-        for path in outputs(RunFolder.of(loaded)):
-            remove(path)
-    return loaded
+    run = RunFolder.of(loaded)
+    with run.lock():
+        # Under torchrun the processes share the folder: one deletes.
+        if fresh and os.environ.get("RANK", "0") == "0":
+            for path in outputs(run):
+                remove(path)
+        yield loaded
 
 
 def _prepare(config: Config) -> None:

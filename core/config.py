@@ -31,7 +31,7 @@ _SET_BY_US = {
 class Section(BaseModel):
     """Base of all sections: an unknown key is an error, a value is never silently converted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -39,7 +39,7 @@ class RunConfig(Section):
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Folder name of the run.")
     dir: str = Field("runs", description="Folder that holds the runs; relative to the working directory.")
-    seed: int = Field(0, ge=0, description="Seed of the split, the data order and the initial weights.")
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of the split, the data order and the initial weights.")
 
 
 class TargetConfig(Section):
@@ -84,7 +84,7 @@ class SamplingConfig(Section):
     """How the target answers the prompts."""
 
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy; replay is exact only for greedy replies.")
-    max_tokens: PositiveInt = Field(256, description="Longest reply in tokens.")
+    max_tokens: int = Field(256, ge=2, description="Longest reply in tokens; one token leaves nothing to draft.")
 
 
 class DataConfig(Section):
@@ -183,7 +183,7 @@ class TrainConfig(Section):
     tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of one batch on one process.")
     epochs: PositiveInt = Field(10, description="Passes over the training samples.")
     learning_rate: float = Field(1.0e-4, gt=0.0)
-    betas: list[Share] = Field(
+    betas: list[Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
         default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW moments' decay."
     )
     weight_decay: float = Field(0.0, ge=0.0)

@@ -74,7 +74,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         loader = _Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         tree = loader.construct_document(node) if isinstance(node, yaml.MappingNode) else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error)

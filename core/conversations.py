@@ -104,7 +104,7 @@ def render_prompt(tokenizer: Any, messages: list[dict[str, str]], place: str) ->
 def _read_line(line: str, source: str, place: str, number: int) -> Conversation | Skipped:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         return Skipped(place, "not_json", str(error))
     if not isinstance(row, dict):
         return Skipped(place, "not_an_object", f"a {type(row).__name__}")

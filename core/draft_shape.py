@@ -58,6 +58,11 @@ def resolve_shape(config: DraftConfig, target: Target, num_aux: int, draft_vocab
     head_dim = config.head_dim or getattr(hf, "head_dim", None) or target.hidden_size // heads
     if head_dim % 2:
         raise UserError(f"draft.head_dim is {head_dim}; rotary embeddings need an even one.", "Set draft.head_dim.")
+    if target.hidden_size % heads:
+        raise UserError(
+            f"the draft's hidden size {target.hidden_size} is not a multiple of draft.num_heads ({heads}).",
+            "transformers and vLLM refuse such a config; change draft.num_heads.",
+        )
     if config.norm_before_fc and config.fc_norm:
         raise UserError(
             "draft.norm_before_fc and draft.fc_norm are both set.", "Choose one norm of the auxiliary states."

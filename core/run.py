@@ -1,11 +1,18 @@
 """The run folder: one obvious place for every file of a run."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.core.atomic import remove_leftovers, write_text
+from filelock import FileLock, Timeout
+
+from draftsmith.core.atomic import remove_leftovers, sha256_json, write_text
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import dump_config
+from draftsmith.core.embedded import cache_folder
+from draftsmith.core.errors import UserError
 
 COMPLETE = "COMPLETE"
 
@@ -19,7 +26,7 @@ class RunFolder:
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
         """The folder that `run.dir` and `run.name` name."""
-        return cls(Path(config.run.dir) / config.run.name)
+        return cls(Path(config.run.dir).expanduser() / config.run.name)
 
     @property
     def samples(self) -> Path:
@@ -55,6 +62,31 @@ class RunFolder:
     def metrics(self) -> Path:
         """Every logged scalar, one JSON object a line."""
         return self.root / "metrics.jsonl"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes off the run while a stage works on it; the ranks of one torchrun share it.
+
+        Raises:
+            UserError: another process works on the run.
+        """
+        if os.environ.get("RANK", "0") != "0":
+            yield
+            return
+        # Not in the run folder: a refused command leaves no trace there, and it may be read-only.
+        locks = cache_folder() / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(locks / f"{sha256_json(str(self.root.resolve()))[:32]}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"another draftsmith works on {self.root}.", "Wait for it to end, or choose another run.name."
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def open(self, config: Config) -> None:
         """Create the folder, write the resolved config and clear what a killed process left."""

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith.core.atomic import write_atomic
+from draftsmith.core.damage import reading
 
 FILE = "samples.parquet"
 SCHEMA = pa.schema(
@@ -67,6 +68,7 @@ def write_samples(folder: Path, samples: Iterable[Sample]) -> None:
 
 def read_samples(folder: Path, split: str | None = None) -> list[Sample]:
     """Rows of `folder`, of one split or of all, in file order."""
-    rows = pq.read_table(folder / FILE, schema=SCHEMA).to_pylist()
+    with reading(folder / FILE, "Run `draftsmith prepare --fresh`."):
+        rows = pq.read_table(folder / FILE, schema=SCHEMA).to_pylist()
     samples = (Sample(**{**row, "loss_spans": [(a, b) for a, b in row["loss_spans"]]}) for row in rows)
     return [s for s in samples if split in (None, s.split)]

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from draftsmith.core.atomic import write_atomic
+from draftsmith.core.damage import reading
 from draftsmith.core.errors import UserError
 
 
@@ -95,5 +96,6 @@ def load_mapping(path: Path) -> VocabMapping:
     """
     if not path.is_file():
         raise UserError(f"{path}: no vocabulary mapping.", "Run `draftsmith prepare` first.")
-    with safe_open(path, "np") as file:
+    mend = "Run `draftsmith prepare --fresh`."
+    with reading(path, mend), safe_open(path, "np") as file:
         return VocabMapping(file.get_tensor("d2t"), file.get_tensor("t2d"))

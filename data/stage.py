@@ -36,12 +36,19 @@ def prepare(config: Config) -> None:
     inputs = prepare_inputs(config, target)
     if manifest := read_manifest(run.samples):
         check_inputs(run.samples, manifest, inputs)
+        if not run.vocab_mapping.is_file() or sha256_file(run.vocab_mapping) != manifest["vocab_mapping_sha256"]:
+            raise UserError(f"{run.vocab_mapping}: missing or damaged.", "Run `draftsmith prepare --fresh`.")
         say(f"samples: {manifest['counts']['train']} train, {manifest['counts']['eval']} held out (already there)")
         return
     require_vllm("prepare")
     conversations, skipped = _read_sources(config)
     _check_skips(config, len(conversations), skipped)
     _check_target(config, target, tokenizer.all_special_ids)
+    if len(_held_out(config, conversations)) == len(conversations):
+        raise UserError(
+            f"all {len(conversations)} conversations are held out from training (alike ones stay together).",
+            "Add different prompts, or set data.eval_share to 0.",
+        )
     run.open(config)
     replies, more = regenerate(config, target, conversations)
     skipped += more

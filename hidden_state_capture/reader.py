@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from safetensors import safe_open
 from torch import Tensor
 
+from draftsmith.core.damage import reading
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import require_manifest
 from draftsmith.core.store import INDEX, INDEX_SCHEMA
@@ -54,7 +55,8 @@ class HiddenStateStore:
         """
         self.folder = folder
         self.manifest = require_manifest(folder, "capture", needed_by)
-        self.index: list[dict[str, Any]] = pq.read_table(folder / INDEX, schema=INDEX_SCHEMA).to_pylist()
+        with reading(folder / INDEX, "Run `draftsmith capture --fresh`."):
+            self.index: list[dict[str, Any]] = pq.read_table(folder / INDEX, schema=INDEX_SCHEMA).to_pylist()
         for shard in self.manifest["shards"]:
             file = folder / shard["file"]
             if not file.is_file() or file.stat().st_size != shard["bytes"]:
@@ -95,4 +97,8 @@ class HiddenStateStore:
 
     @cached_property
     def _shards(self) -> list[Any]:
-        return [safe_open(self.folder / s["file"], "pt") for s in self.manifest["shards"]]
+        shards = []
+        for shard in self.manifest["shards"]:
+            with reading(self.folder / shard["file"], "Run `draftsmith capture --fresh`."):
+                shards.append(safe_open(self.folder / shard["file"], "pt"))
+        return shards

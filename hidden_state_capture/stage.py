@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from draftsmith.core.atomic import write_atomic, write_json
 from draftsmith.core.config import Config
+from draftsmith.core.damage import reading
 from draftsmith.core.engine import in_engine_process, require_vllm
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.manifest import (
@@ -76,7 +77,9 @@ def _continue_only_alike(folder: Path, inputs: dict[str, Any]) -> None:
     """Shards that were begun with other inputs are refused, not mixed."""
     begun = folder / INPUTS
     if begun.is_file():
-        check_inputs(folder, {"stage": "capture", "inputs": json.loads(begun.read_text(encoding="utf-8"))}, inputs)
+        with reading(begun, "Run `draftsmith capture --fresh`."):
+            recorded = json.loads(begun.read_text(encoding="utf-8"))
+        check_inputs(folder, {"stage": "capture", "inputs": recorded}, inputs)
     else:
         write_json(begun, inputs)
 

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.core.atomic import remove_leftovers, sha256_file, write_atomic, write_json
+from draftsmith.core.damage import reading
+from draftsmith.core.manifest import MANIFEST
 from draftsmith.core.store import shard_name
 
 
@@ -53,6 +55,7 @@ class ShardWriter:
     def __init__(self, folder: Path, shard_bytes: int, pending_bytes: int) -> None:
         self.folder, self.shard_bytes, self.pending_bytes = folder, shard_bytes, pending_bytes
         folder.mkdir(parents=True, exist_ok=True)
+        remove_uncommitted(folder)
         self.written = 0
         self.rejected: list[dict[str, str]] = []
         self._next_shard = len(committed_shards(folder))
@@ -196,10 +199,18 @@ def sample_sha256(tensors: dict[str, Any]) -> str:
 
 
 def committed_shards(folder: Path) -> list[dict[str, Any]]:
-    """Sidecars of the shards that are whole, in order; what a kill left beside them is removed."""
+    """Sidecars of the shards that are whole, in order."""
+    sidecars = []
+    for path in sorted(folder.glob("shard-*.json")):
+        with reading(path, "Run `draftsmith capture --fresh`."):
+            sidecars.append(json.loads(path.read_text(encoding="utf-8")))
+    return sidecars
+
+
+def remove_uncommitted(folder: Path) -> None:
+    """Delete what a kill left beside the whole shards; only before a writer starts, and never in a finished store."""
+    assert not (folder / MANIFEST).exists()
     remove_leftovers(folder)
-    sidecars = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("shard-*.json"))]
-    kept = {s["shard"]["file"] for s in sidecars}
+    kept = {s["shard"]["file"] for s in committed_shards(folder)}
     for orphan in (p for p in folder.glob("shard-*.safetensors") if p.name not in kept):
         orphan.unlink()
-    return sidecars

@@ -182,6 +182,7 @@ def _built_run(
 
 
 def _write_samples(config: Config, run: RunFolder, samples: list[Sample], inputs: dict[str, Any]) -> None:
+    from draftsmith.core.atomic import sha256_file
     from draftsmith.core.manifest import write_manifest
     from draftsmith.core.samples import write_samples
     from draftsmith.core.vocab import build_mapping, save_mapping
@@ -191,7 +192,8 @@ def _write_samples(config: Config, run: RunFolder, samples: list[Sample], inputs
     run.samples.mkdir()
     write_samples(run.samples, samples)
     counts = {"train": len(samples) - NUM_EVAL, "eval": NUM_EVAL}
-    write_manifest(run.samples, "prepare", inputs, {"counts": counts})
+    made = {"counts": counts, "vocab_mapping_sha256": sha256_file(run.vocab_mapping)}
+    write_manifest(run.samples, "prepare", inputs, made)
 
 
 def _write_states(config: Config, run: RunFolder, samples: list[Sample], states: Callable[..., torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from draftsmith.core.batch import Batch
 from draftsmith.core.config import Config
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.objective import Objective, StepSums, supervised_rows, training_loss
-from draftsmith.core.progress import Meter, meter
+from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.replay import SampleRounds, acceptance, chain_matches, walk
 from draftsmith.data.batching import collate, epoch_order, plan_batches, rank_share
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
@@ -32,6 +32,7 @@ class Trainer:
         plan: sample numbers of every step of this rank, over all epochs.
         held_out: sample numbers of the held-out split.
         state: loop state; `state.step` optimizer steps are done.
+        skipped: steps of this process that were not taken.
     """
 
     config: Config
@@ -44,6 +45,7 @@ class Trainer:
     held_out: list[int]
     metrics: Metrics
     state: TrainState
+    skipped: int = 0
 
     def run(self) -> None:
         """Train to the end of the plan, evaluating and saving on the way."""
@@ -64,6 +66,10 @@ class Trainer:
                 if step % config.save_interval == 0 or last:
                     save(self)
                 shown.advance()
+        if self.skipped:
+            say(f"warning: {self.skipped} steps were not taken, their gradients not being finite (see metrics.jsonl)")
+        if self.skipped and self.skipped == self.state.step:
+            raise StageFailed("no step was taken: no gradient was finite. Capture again, or lower train.learning_rate.")
 
     def _batches(self, start: int) -> Iterator[Batch]:
         """Batches of the plan from step `start`, the next one read while this one is worked on."""
@@ -98,6 +104,7 @@ class Trainer:
     def _skip(self, batch: Batch, norm: float) -> None:
         """A step whose gradient is not finite is not taken, but never silently."""
         self.state.skipped_in_a_row += 1
+        self.skipped += 1
         self.metrics.log(self.state.step + 1, skipped_step=1, grad_norm=str(norm), sample_ids=list(batch.sample_ids))
         if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise StageFailed(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftsmith.core.checkpoint import OPTIMIZER, Checkpoint, write_checkpoint
+from draftsmith.core.damage import reading
 from draftsmith.core.run import RunFolder
 from draftsmith.core.vocab import load_mapping
 
@@ -59,4 +60,5 @@ def save(trainer: "Trainer") -> None:
 def load_optimizer(checkpoint: Checkpoint, optimizer: Any) -> None:
     """Put the optimizer where the checkpoint left it."""
     path: Path = checkpoint.folder / OPTIMIZER
-    optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    with reading(path, f"Delete {checkpoint.folder} and run `draftsmith train` again."):
+        optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

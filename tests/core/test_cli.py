@@ -300,3 +300,10 @@ def test_doctor_finds_this_machine_able():
     done = draftsmith("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "This machine can run every stage" in done.stdout
+
+
+def test_a_run_that_another_process_works_on_is_refused(refused, config_file, make_config):
+    config = make_config()
+    with RunFolder.of(config).lock():
+        message = refused("train", "--config", config_file(config))
+    assert "another draftsmith works on" in message

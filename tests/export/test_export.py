@@ -244,12 +244,12 @@ def test_a_minimax_target_resolves_to_a_draft_that_vllm_knows(make_config, tmp_p
     from transformers import MiniMaxM2Config
 
     folder = tmp_path / "minimax"
-    sizes = {"num_hidden_layers": 8, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 6, "vocab_size": 512}
+    sizes = {"num_hidden_layers": 8, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "vocab_size": 512}
     MiniMaxM2Config(**sizes, rotary_dim=16).save_pretrained(folder)
-    config = make_config(target={"path": str(folder)}, draft={"num_heads": 6, "num_kv_heads": 6})
+    config = make_config(target={"path": str(folder)}, draft={"num_heads": 4, "num_kv_heads": 4})
     target = resolve_target(config.target)
     shape = resolve_shape(config.draft, target, 3, 128)
-    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (6, 6, 32)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 4, 32)
     # The target rotates a part of each head, the draft all of it: vLLM reads this key.
     assert target.hf_config.rope_parameters["partial_rotary_factor"] == 0.5
     assert "partial_rotary_factor" not in shape.rope

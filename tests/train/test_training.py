@@ -363,3 +363,11 @@ def test_the_loss_falls(synthetic_run, changed):
     train(config)
     losses = [r["loss"] for r in logged(config) if "loss" in r]
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["draft.safetensors", "draft.json", "state.json"])
+def test_a_damaged_checkpoint_is_named_with_its_mend(trained_run, name):
+    file = RunFolder.of(trained_run).complete_checkpoints()[-1] / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"step-\d+: missing or damaged.*Delete .*step-\d+ and run"):
+        train(trained_run)
