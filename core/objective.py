@@ -4,6 +4,7 @@ Sums and row counts are kept apart: the mean is over the rows of a whole optimiz
 packing, the split into batches and the number of processes do not change it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from draftsmith.core.batch import Batch
 from draftsmith.core.draft import DraftModel
 from draftsmith.core.target_weights import TargetHead
-from draftsmith.core.unroll import reply_runs, unroll
+from draftsmith.core.unroll import Step, reply_runs, unroll
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,19 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch, steps: int) -> StepSums:
         """Unroll, compare, sum; gradients flow through `loss_J`."""
-        labels = self.labels(batch)
         zero = batch.aux_TAH.new_zeros((), dtype=torch.float32)
         losses, hits = [zero] * steps, [zero] * steps
-        rows = supervised_rows(batch, steps)
-        label_at = label_index(batch)
+        for step, loss_R, match_R in self.judge(batch, steps):
+            losses[step.j - 1], hits[step.j - 1] = loss_R.sum(), match_R.sum()
+        return StepSums(torch.stack(losses), supervised_rows(batch, steps), torch.stack(hits))
+
+    def judge(self, batch: Batch, steps: int) -> Iterator[tuple[Step, Tensor, Tensor]]:
+        """Every step of the unroll with each row's loss (nats) and match (1 or 0), float32 [R]; replay walks on it."""
+        labels, label_at = self.labels(batch), label_index(batch)
         for step in unroll(self.draft, batch, steps):
             logits_RV = self.draft.lm_head(step.hidden_RH)
-            losses[step.j - 1] = soft_cross_entropy(logits_RV, labels[label_at[step.rows_R + step.j]]).sum()
-            hits[step.j - 1] = self.matches(logits_RV, batch.input_ids_T[step.rows_R + step.j + 1]).sum()
-        return StepSums(torch.stack(losses), rows, torch.stack(hits))
+            loss_R = soft_cross_entropy(logits_RV, labels[label_at[step.rows_R + step.j]])
+            yield step, loss_R, self.matches(logits_RV, batch.input_ids_T[step.rows_R + step.j + 1])
 
     @torch.no_grad()
     def labels(self, batch: Batch) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.core.batch import Batch
-from draftsmith.core.objective import Objective, StepSums, label_index, soft_cross_entropy, supervised_rows
-from draftsmith.core.unroll import reply_runs, unroll
+from draftsmith.core.objective import Objective, StepSums, supervised_rows
+from draftsmith.core.unroll import reply_runs
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,9 @@ def chain_matches(objective: Objective, batch: Batch, steps: int) -> tuple[Tenso
         int64 [T] on the CPU: n[t] for K = steps (for a smaller K, min(n, K)); 0 where nothing can be drafted.
     """
     leading_T = torch.zeros(batch.num_tokens, dtype=torch.int64, device=batch.input_ids_T.device)
-    labels, label_at = objective.labels(batch), label_index(batch)
     losses, hits = torch.zeros(steps), torch.zeros(steps)
-    for step in unroll(objective.draft, batch, steps):
-        logits_RV = objective.draft.lm_head(step.hidden_RH)
-        losses[step.j - 1] = soft_cross_entropy(logits_RV, labels[label_at[step.rows_R + step.j]]).sum()
-        match_R = objective.matches(logits_RV, batch.input_ids_T[step.rows_R + step.j + 1])
-        hits[step.j - 1] = match_R.sum()
+    for step, loss_R, match_R in objective.judge(batch, steps):
+        losses[step.j - 1], hits[step.j - 1] = loss_R.sum(), match_R.sum()
         unbroken = leading_T[step.rows_R] == step.j - 1
         leading_T[step.rows_R] += (unbroken & (match_R > 0)).long()
     return leading_T.cpu(), StepSums(losses, supervised_rows(batch, steps).cpu(), hits)
