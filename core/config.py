@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+LossName = Literal["soft_ce", "soft_ce_full", "kl", "lk_alpha", "lk_lambda"]
 
 # Engine arguments that correctness rests on, and what to set instead.
 _SET_BY_US = {
@@ -174,8 +175,15 @@ class TrainConfig(Section):
     engine: Literal["accelerate"] = Field("accelerate", description="accelerate: one process per GPU, or the CPU.")
     ttt_steps: PositiveInt = Field(7, description="Training-time-test steps J.")
     step_decay: float = Field(0.8, gt=0.0, le=1.0, description="Step j weighs step_decay^(j-1) in the loss.")
-    loss: Literal["soft_ce"] = Field(
-        "soft_ce", description="Soft cross-entropy against the target renormalised over the draft vocabulary."
+    loss: LossName = Field(
+        "soft_ce",
+        description="soft_ce: soft cross-entropy against the target renormalised over the draft vocabulary; "
+        "soft_ce_full: against its full-vocabulary probabilities; kl: soft_ce less the target's entropy; "
+        "lk_alpha, lk_lambda: the acceptance rate itself (arXiv:2602.23881).",
+    )
+    loss_temperature: float = Field(1.0, gt=0.0, description="The loss divides the logits of draft and target by it.")
+    lk_eta: float = Field(
+        3.0, ge=0.0, description="lk_lambda: KL weighs exp(-lk_eta * acceptance), total variation the rest."
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Matrix products; weights stay float32. auto: bfloat16 on a GPU or a CPU that has it."

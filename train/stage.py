@@ -14,6 +14,7 @@ from draftsmith.core.draft_shape import resolve_shape
 from draftsmith.core.engine import has_cuda
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.lineage import check_upstream, train_inputs
+from draftsmith.core.losses import LossOptions
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.objective import Objective
 from draftsmith.core.progress import say
@@ -117,7 +118,8 @@ def _trainer(
     mapping = load_mapping(run.vocab_mapping)
     shape = resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), len(mapping.d2t))
     norm_form = store.manifest["last_state"]["norm_form"]
-    bare = build_objective(target, shape, torch.from_numpy(mapping.target_ids), norm_form)
+    loss = LossOptions.of(config.train)
+    bare = build_objective(target, shape, torch.from_numpy(mapping.target_ids), norm_form, loss)
     if checkpoint:
         bare.draft.load_state_dict(checkpoint.tensors)
         state.step, state.skipped_in_a_row = checkpoint.state["step"], checkpoint.state["skipped_in_a_row"]
