@@ -163,10 +163,34 @@ class DraftConfig(Section):
     norm_before_fc: bool = Field(False, description="One RMSNorm over the concatenated auxiliary states.")
     fc_norm: bool = Field(False, description="One RMSNorm per auxiliary state (EAGLE 3.1).")
     norm_output: bool = Field(False, description="The next step is fed the normed output (EAGLE 3.1).")
+    rope: dict[str, Any] | None = Field(
+        None,
+        description="Rotary parameters as transformers spells them, e.g. {rope_type: default, rope_theta: 10000.0}; "
+        "rope_type is default, linear, llama3 or yarn.",
+    )
+    partial_rotary_factor: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Share of each head that is rotated; null: all of it, whatever the target does.",
+    )
+    sliding_window: PositiveInt | None = Field(
+        None,
+        description="Positions that attention looks back over, its own included; null: all, except where every layer "
+        "of the target has a window, which vLLM then gives to the draft too.",
+    )
+    train_embedding: bool = Field(False, description="Train an embedding of the draft's own, starting at the target's.")
+    train_lm_head: bool = Field(True, description="false: keep the target's lm_head rows as they are.")
     init: Literal["target", "random"] = Field(
         "target",
         description="target: start from the target's lm_head rows, with fc passing on its last auxiliary state.",
     )
+
+    @model_validator(mode="after")
+    def _frozen_head_is_the_targets(self) -> Self:
+        if not self.train_lm_head and self.init == "random":
+            raise ValueError("draft.train_lm_head: false keeps the initial lm_head; draft.init must be target then")
+        return self
 
 
 class TrainConfig(Section):

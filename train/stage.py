@@ -126,7 +126,8 @@ def _trainer(
         say(f"draft: going on from step {state.step} of {len(plan)}")
     elif config.draft.init == "target":
         init_from_target(bare, target, torch.from_numpy(mapping.target_ids))
-    optimizer: Any = make_optimizer(config.train, list(bare.draft.parameters()))
+    bare.draft.lm_head.requires_grad_(config.draft.train_lm_head)
+    optimizer: Any = make_optimizer(config.train, [p for p in bare.draft.parameters() if p.requires_grad])
     objective, optimizer = accelerator.prepare(bare, optimizer)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)

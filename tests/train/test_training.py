@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -357,15 +356,6 @@ def test_the_logged_rates_are_those_of_the_schedule(synthetic_run):
 def test_evaluations_come_at_their_interval_and_at_the_end(synthetic_run):
     train(synthetic_run)
     assert [r["step"] for r in logged(synthetic_run) if "eval_loss_per_step" in r] == [5, 10, 11]
-
-
-@pytest.mark.parametrize("loss", ["soft_ce_full", "kl", "lk_alpha", "lk_lambda"])
-def test_every_loss_falls(synthetic_run, changed, loss):
-    config = changed(synthetic_run, train={"epochs": 8, "loss": loss, "loss_temperature": 1.5, "eval_interval": 100})
-    train(config)
-    losses = [r["loss"] for r in logged(config) if "loss" in r]
-    assert all(math.isfinite(x) for x in losses)
-    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
 
 
 def test_the_loss_falls(synthetic_run, changed):
