@@ -21,6 +21,7 @@ from draftsmith.core.damage import reading
 from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.losses import LossOptions
 from draftsmith.core.objective import Objective
 from draftsmith.core.run import COMPLETE, RunFolder
 from draftsmith.core.target import Target
@@ -117,7 +118,9 @@ def final_checkpoint(run: RunFolder, needed_by: str) -> Path:
     return done[-1]
 
 
-def build_objective(target: Target, shape: DraftShape, target_ids: Tensor, norm_form: Any) -> Objective:
+def build_objective(
+    target: Target, shape: DraftShape, target_ids: Tensor, norm_form: Any, loss: LossOptions | None = None
+) -> Objective:
     """A draft of random weights beside the target's frozen head over its vocabulary.
 
     Args:
@@ -125,7 +128,9 @@ def build_objective(target: Target, shape: DraftShape, target_ids: Tensor, norm_
         shape: the draft's architecture.
         target_ids: int64 [Vd].
         norm_form: the target's final norm, as the capture's probe found it.
+        loss: what training minimises; None: soft cross-entropy, which every evaluation reports.
     """
-    weights = load_target_weights(target)
+    weights, loss = load_target_weights(target), loss or LossOptions()
     draft = DraftModel(shape, weights.embed_VH)
-    return Objective(draft, weights.head(norm_form, target_ids), target_ids)
+    head = weights.head(norm_form, target_ids, with_full=loss.needs_full_vocabulary)
+    return Objective(draft, head, target_ids, loss)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+LossName = Literal["soft_ce", "soft_ce_full", "kl", "lk_alpha", "lk_lambda"]
 
 # Engine arguments that correctness rests on, and what to set instead.
 _SET_BY_US = {
@@ -162,10 +163,34 @@ class DraftConfig(Section):
     norm_before_fc: bool = Field(False, description="One RMSNorm over the concatenated auxiliary states.")
     fc_norm: bool = Field(False, description="One RMSNorm per auxiliary state (EAGLE 3.1).")
     norm_output: bool = Field(False, description="The next step is fed the normed output (EAGLE 3.1).")
+    rope: dict[str, Any] | None = Field(
+        None,
+        description="Rotary parameters as transformers spells them, e.g. {rope_type: default, rope_theta: 10000.0}; "
+        "rope_type is default, linear, llama3 or yarn.",
+    )
+    partial_rotary_factor: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Share of each head that is rotated; null: all of it, whatever the target does.",
+    )
+    sliding_window: PositiveInt | None = Field(
+        None,
+        description="Positions that attention looks back over, its own included; null: all, except where every layer "
+        "of the target has a window, which vLLM then gives to the draft too.",
+    )
+    train_embedding: bool = Field(False, description="Train an embedding of the draft's own, starting at the target's.")
+    train_lm_head: bool = Field(True, description="false: keep the target's lm_head rows as they are.")
     init: Literal["target", "random"] = Field(
         "target",
         description="target: start from the target's lm_head rows, with fc passing on its last auxiliary state.",
     )
+
+    @model_validator(mode="after")
+    def _frozen_head_is_the_targets(self) -> Self:
+        if not self.train_lm_head and self.init == "random":
+            raise ValueError("draft.train_lm_head: false keeps the initial lm_head; draft.init must be target then")
+        return self
 
 
 class TrainConfig(Section):
@@ -174,8 +199,15 @@ class TrainConfig(Section):
     engine: Literal["accelerate"] = Field("accelerate", description="accelerate: one process per GPU, or the CPU.")
     ttt_steps: PositiveInt = Field(7, description="Training-time-test steps J.")
     step_decay: float = Field(0.8, gt=0.0, le=1.0, description="Step j weighs step_decay^(j-1) in the loss.")
-    loss: Literal["soft_ce"] = Field(
-        "soft_ce", description="Soft cross-entropy against the target renormalised over the draft vocabulary."
+    loss: LossName = Field(
+        "soft_ce",
+        description="soft_ce: soft cross-entropy against the target renormalised over the draft vocabulary; "
+        "soft_ce_full: against its full-vocabulary probabilities; kl: soft_ce less the target's entropy; "
+        "lk_alpha, lk_lambda: the acceptance rate itself (arXiv:2602.23881).",
+    )
+    loss_temperature: float = Field(1.0, gt=0.0, description="The loss divides the logits of draft and target by it.")
+    lk_eta: float = Field(
+        3.0, ge=0.0, description="lk_lambda: KL weighs exp(-lk_eta * acceptance), total variation the rest."
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Matrix products; weights stay float32. auto: bfloat16 on a GPU or a CPU that has it."

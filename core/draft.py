@@ -6,13 +6,12 @@ Shape suffixes: T packed tokens, R rows computed, A auxiliary states, H hidden, 
 D head width, V draft vocabulary.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.rope import rotary_embedding
 
 
 class RMSNorm(nn.Module):
@@ -91,19 +90,22 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """EAGLE3 draft; the embedding is the target's, frozen, and no part of the state dict."""
+    """EAGLE3 draft; the embedding is the target's, frozen and no part of the state dict, or one of its own."""
 
     def __init__(self, shape: DraftShape, embed_VH: Tensor) -> None:
         """Build with random weights.
 
         Args:
             shape: the architecture.
-            embed_VH: the target's token embedding, [vocab_size, H].
+            embed_VH: the target's token embedding, [vocab_size, H]; one of the draft's own starts as a copy.
         """
         super().__init__()
         self.shape = shape
         h, eps = shape.hidden_size, shape.rms_norm_eps
-        self.register_buffer("embed_VH", embed_VH, persistent=False)
+        if shape.own_embedding:
+            self.embed_tokens = nn.Embedding(shape.vocab_size, h, _weight=embed_VH.float().clone())
+        else:
+            self.register_buffer("embed_VH", embed_VH, persistent=False)
         self.fc = nn.Linear(shape.num_aux * h, h, bias=False)
         if shape.norm_before_fc:
             self.input_norm = RMSNorm(shape.num_aux * h, eps)
@@ -113,11 +115,16 @@ class DraftModel(nn.Module):
         self.norm = RMSNorm(h, eps)
         self.lm_head = nn.Linear(h, shape.draft_vocab_size, bias=False)
         # The tuple hides it from nn.Module: its float32 buffers are recomputed, never saved and never cast.
-        self._rotary = (_rotary(shape),)
+        self._rotary = (rotary_embedding(shape.rope, shape.rotary_dim, shape.max_position_embeddings),)
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        """The token embedding in use."""
+        return self.embed_tokens.weight if self.shape.own_embedding else self.get_buffer("embed_VH")
 
     def embed(self, ids_R: Tensor) -> Tensor:
         """[R, H] in the weights' dtype."""
-        return F.embedding(ids_R, self.get_buffer("embed_VH")).to(self.fc.weight.dtype)
+        return F.embedding(ids_R, self.embedding_VH).to(self.fc.weight.dtype)
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         """Feature input of step 1, [T, H]."""
@@ -129,31 +136,17 @@ class DraftModel(nn.Module):
         return fused
 
     def rope(self, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin, [R, 1, D] each, float32."""
+        """Cos and sin of the rotated part of a head, [R, 1, rotary_dim] each, float32."""
         device = positions_R.device
         with torch.autocast(device.type, enabled=False):
             cos, sin = self._rotary[0].to(device)(torch.zeros((), device=device), positions_R[None])
         return cos[0, :, None], sin[0, :, None]
 
 
-def _rotary(shape: DraftShape) -> Any:
-    """Transformers' rotary embedding: it knows every rope_type that vLLM's does."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters=dict(shape.rope),
-    )
-    return LlamaRotaryEmbedding(config)
-
-
 def _rotate(x_RND: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate-half form, in float32, as Llama's."""
+    """Rotate-half form, in float32, as Llama's; the part of a head beyond the tables' width is left as it is."""
     cos, sin = rope
-    x = x_RND.float()
+    x, rest = x_RND[..., : cos.shape[-1]].float(), x_RND[..., cos.shape[-1] :]
     a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x_RND.dtype)
+    rotated = (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x_RND.dtype)
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated

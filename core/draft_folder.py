@@ -19,6 +19,8 @@ _CONFIG_KEYS = {
     "num_kv_heads": "num_key_value_heads",
     "rope": "rope_parameters",
 }
+# What vLLM tells from `layer_types`, and from the tensors that are there.
+_SAID_OTHERWISE = {"sliding_window", "own_embedding"}
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,18 @@ def read_draft_folder(folder: Path) -> DraftFolder:
     if not path.is_file():
         raise UserError(f"{folder}: no exported draft (no config.json).", "Run `draftsmith export` first.")
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    keys = {f.name: _CONFIG_KEYS.get(f.name, f.name) for f in fields(DraftShape)}
+    keys = {f.name: _CONFIG_KEYS.get(f.name, f.name) for f in fields(DraftShape) if f.name not in _SAID_OTHERWISE}
     if missing := [key for key in keys.values() if key not in config]:
         raise UserError(
             f"{path} lacks {', '.join(missing)}.", "Export the draft again with `draftsmith export --fresh`."
         )
-    shape = DraftShape(**{name: config[key] for name, key in keys.items()})
     tensors = load_file(folder / "model.safetensors")
+    windowed = config.get("layer_types") == ["sliding_attention"]
+    shape = DraftShape(
+        **{name: config[key] for name, key in keys.items()},
+        sliding_window=config["sliding_window"] if windowed else None,
+        own_embedding="embed_tokens.weight" in tensors,
+    )
     d2t = tensors.pop("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
     tensors.pop("t2d", None)
     target_ids = d2t + torch.arange(len(d2t))

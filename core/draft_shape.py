@@ -5,6 +5,7 @@ from typing import Any
 
 from draftsmith.core.config import DraftConfig
 from draftsmith.core.errors import UserError
+from draftsmith.core.rope import resolve_rope
 from draftsmith.core.target import Target
 
 
@@ -16,7 +17,9 @@ class DraftShape:
         hidden_size: H, of the draft and of the target's states.
         num_aux: auxiliary states that are fused.
         vocab_size, draft_vocab_size: V of the target, Vd of the draft.
-        rope: rope parameters as transformers 5 spells them (`rope_type`, `rope_theta`, ...).
+        rope: rope parameters as transformers 5 spells them (`rope_type`, `rope_theta`, `partial_rotary_factor`, ...).
+        sliding_window: positions that attention looks back over, its own included; None: all.
+        own_embedding: the draft has a token embedding of its own, else it uses the target's.
     """
 
     hidden_size: int
@@ -34,6 +37,13 @@ class DraftShape:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    sliding_window: int | None = None
+    own_embedding: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading part of every head that is rotated, even."""
+        return int(self.head_dim * self.rope.get("partial_rotary_factor", 1.0))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `DraftShape(**d)` reads it back."""
@@ -56,8 +66,6 @@ def resolve_shape(config: DraftConfig, target: Target, num_aux: int, draft_vocab
             "Change one of them.",
         )
     head_dim = config.head_dim or getattr(hf, "head_dim", None) or target.hidden_size // heads
-    if head_dim % 2:
-        raise UserError(f"draft.head_dim is {head_dim}; rotary embeddings need an even one.", "Set draft.head_dim.")
     if target.hidden_size % heads:
         raise UserError(
             f"the draft's hidden size {target.hidden_size} is not a multiple of draft.num_heads ({heads}).",
@@ -67,7 +75,8 @@ def resolve_shape(config: DraftConfig, target: Target, num_aux: int, draft_vocab
         raise UserError(
             "draft.norm_before_fc and draft.fc_norm are both set.", "Choose one norm of the auxiliary states."
         )
-    return DraftShape(
+    max_positions = _needed(target, "max_position_embeddings")
+    shape = DraftShape(
         hidden_size=target.hidden_size,
         num_aux=num_aux,
         num_heads=heads,
@@ -77,13 +86,21 @@ def resolve_shape(config: DraftConfig, target: Target, num_aux: int, draft_vocab
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
         rms_norm_eps=float(getattr(hf, "rms_norm_eps", None) or 1e-6),
-        max_position_embeddings=_needed(target, "max_position_embeddings"),
-        rope=_rope(hf),
+        max_position_embeddings=max_positions,
+        rope=resolve_rope(config, hf, max_positions),
         norm_before_residual=config.norm_before_residual,
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
+        sliding_window=config.sliding_window or _imposed_window(hf),
+        own_embedding=config.train_embedding,
     )
+    if shape.rotary_dim % 2 or not shape.rotary_dim:
+        raise UserError(
+            f"{shape.rotary_dim} of a head's {head_dim} values would be rotated; that must be an even number.",
+            "Set draft.head_dim, or draft.partial_rotary_factor.",
+        )
+    return shape
 
 
 def _needed(target: Target, key: str) -> int:
@@ -96,12 +113,7 @@ def _needed(target: Target, key: str) -> int:
     return value
 
 
-def _rope(hf_config: Any) -> dict[str, Any]:
-    rope = dict(getattr(hf_config, "rope_parameters", None) or {})
-    # Targets with several kinds of layers nest one set per kind; the draft's layer is a full-attention one.
-    rope = dict(rope.get("full_attention", rope))
-    rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", float(getattr(hf_config, "rope_theta", None) or 10000.0))
-    # The draft rotates whole heads, whatever the target does: vLLM reads this key and would rotate a part.
-    rope.pop("partial_rotary_factor", None)
-    return rope
+def _imposed_window(hf_config: Any) -> int | None:
+    """The window that vLLM gives to every layer without one of its own: the target's, where all its layers have it."""
+    kinds = set(getattr(hf_config, "layer_types", None) or ["sliding_attention"])
+    return (getattr(hf_config, "sliding_window", None) or None) if kinds == {"sliding_attention"} else None

@@ -1,4 +1,4 @@
-"""The loss of design section 2: per step, soft cross-entropy in nats against the target's own distribution.
+"""The objective: per step of the unroll, every supervised row's loss against the target's own distribution.
 
 Sums and row counts are kept apart: the mean is over the rows of a whole optimizer step, on all ranks, so padding,
 packing, the split into batches and the number of processes do not change it.
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draftsmith.core.batch import Batch
 from draftsmith.core.draft import DraftModel
+from draftsmith.core.losses import LossOptions, row_losses
 from draftsmith.core.target_weights import TargetHead
 from draftsmith.core.unroll import Step, reply_runs, unroll
 
@@ -21,7 +22,7 @@ class StepSums:
     """Figures of a batch per step j = 1..J.
 
     Attributes:
-        loss_J: float32, sum over supervised rows of the soft cross-entropy, in nats.
+        loss_J: float32, sum over supervised rows of the loss.
         rows_J: float32, supervised rows.
         hits_J: float32, rows where the draft's argmax is the reply's own token; a token outside the draft vocabulary
             is a miss.
@@ -35,16 +36,19 @@ class StepSums:
 class Objective(nn.Module):
     """The draft beside what judges it; called on a batch, gives the sums of every step."""
 
-    def __init__(self, draft: DraftModel, target_head: TargetHead, target_ids_V: Tensor) -> None:
+    def __init__(
+        self, draft: DraftModel, target_head: TargetHead, target_ids_V: Tensor, loss: LossOptions | None = None
+    ) -> None:
         """Put them together.
 
         Args:
             draft: the draft.
             target_head: the target's output head over the draft vocabulary only.
             target_ids_V: int64 [Vd], target id of every draft id.
+            loss: which loss; None: soft cross-entropy in nats. One on the full vocabulary needs a head that has it.
         """
         super().__init__()
-        self.draft, self.target_head = draft, target_head
+        self.draft, self.target_head, self.loss = draft, target_head, loss or LossOptions()
         self.register_buffer("draft_ids", to_draft_ids(target_ids_V, draft.shape.vocab_size), persistent=False)
 
     def forward(self, batch: Batch, steps: int) -> StepSums:
@@ -56,30 +60,25 @@ class Objective(nn.Module):
         return StepSums(torch.stack(losses), supervised_rows(batch, steps), torch.stack(hits))
 
     def judge(self, batch: Batch, steps: int) -> Iterator[tuple[Step, Tensor, Tensor]]:
-        """Every step of the unroll with each row's loss (nats) and match (1 or 0), float32 [R]; replay walks on it."""
-        labels, label_at = self.labels(batch), label_index(batch)
+        """Every step of the unroll with each row's loss and match (1 or 0), float32 [R]; replay walks on it."""
+        (target_MV, full_lse_M), label_at = self.labels(batch), label_index(batch)
         for step in unroll(self.draft, batch, steps):
-            logits_RV = self.draft.lm_head(step.hidden_RH)
-            loss_R = soft_cross_entropy(logits_RV, labels[label_at[step.rows_R + step.j]])
+            logits_RV, at_R = self.draft.lm_head(step.hidden_RH), label_at[step.rows_R + step.j]
+            full_lse_R = None if full_lse_M is None else full_lse_M[at_R]
+            loss_R = row_losses(self.loss, logits_RV, target_MV[at_R], full_lse_R)
             yield step, loss_R, self.matches(logits_RV, batch.input_ids_T[step.rows_R + step.j + 1])
 
     @torch.no_grad()
-    def labels(self, batch: Batch) -> Tensor:
-        """float32 [M, Vd]: the target's distribution at every label row, renormalised over the draft vocabulary."""
-        logits: Tensor = self.target_head(batch.last_MH)
-        return logits.float().softmax(-1)
+    def labels(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The target's logits [M, Vd] at every label row and, where the loss asks, their full log-sum-exp [M]."""
+        wanted = self.loss.needs_full_vocabulary
+        full_lse_M = self.target_head.full_lse(batch.last_MH, self.loss.temperature) if wanted else None
+        return self.target_head(batch.last_MH), full_lse_M
 
     @torch.no_grad()
     def matches(self, logits_RV: Tensor, true_ids_R: Tensor) -> Tensor:
         """float32 [R]: 1 where the draft's argmax, mapped to the target's vocabulary, is the true token."""
         return (logits_RV.argmax(-1) == self.get_buffer("draft_ids")[true_ids_R]).float()
-
-
-def soft_cross_entropy(logits_RV: Tensor, labels_RV: Tensor) -> Tensor:
-    """float32 [R]: -sum_v p log q, in nats; finite for logits of -inf where the target gives no mass."""
-    log_q = logits_RV.float().log_softmax(-1)
-    # 0 * -inf is nan; a token without mass adds nothing.
-    return -torch.where(labels_RV > 0, labels_RV * log_q, 0.0).sum(-1)
 
 
 def supervised_rows(batch: Batch, steps: int) -> Tensor:

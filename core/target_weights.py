@@ -27,6 +27,7 @@ _NORM = (
     "norm_f.weight",
 )
 _HEAD = ("lm_head.weight", "output.weight", "embed_out.weight")
+_LSE_ROWS = 512
 _UNSUPPORTED = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
 
 
@@ -46,26 +47,53 @@ class TargetWeights:
     head_VH: Tensor
     eps: float
 
-    def head(self, form: NormForm, token_ids: Tensor | None = None) -> "TargetHead":
-        """The target's output head, over all tokens or over `token_ids` only."""
+    def head(self, form: NormForm, token_ids: Tensor | None = None, with_full: bool = False) -> "TargetHead":
+        """The target's output head.
+
+        Args:
+            form: of the final norm.
+            token_ids: tokens that it gives logits of; None: all.
+            with_full: keep all rows too, for `TargetHead.full_lse`.
+        """
         weight = self.head_VH if token_ids is None else self.head_VH[token_ids]
-        return TargetHead(weight, self.norm_H, form, self.eps)
+        reduced = len(weight) < len(self.head_VH)
+        return TargetHead(weight, self.norm_H, form, self.eps, self.head_VH if with_full and reduced else None)
 
 
 class TargetHead(torch.nn.Module):
     """lm_head(norm(.)) of the target, over a part of its vocabulary; frozen."""
 
-    def __init__(self, head_VH: Tensor, norm_H: Tensor, form: NormForm, eps: float) -> None:
+    def __init__(
+        self, head_VH: Tensor, norm_H: Tensor, form: NormForm, eps: float, full_VH: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.form, self.eps = form, eps
         self.register_buffer("head_VH", head_VH, persistent=False)
         self.register_buffer("norm_H", norm_H, persistent=False)
+        self.full_VH: Tensor | None
+        self.register_buffer("full_VH", full_VH, persistent=False)
 
     def forward(self, last_MH: Tensor) -> Tensor:
         """Logits [M, V] of pre-norm states [M, H], in the dtype of the head; the norm runs in float32."""
         head, norm = self.get_buffer("head_VH"), self.get_buffer("norm_H")
         logits: Tensor = final_norm(last_MH, norm, self.form, self.eps).to(head.dtype) @ head.T
         return logits
+
+    @torch.no_grad()
+    def full_lse(self, last_MH: Tensor, temperature: float) -> Tensor | None:
+        """float32 [M]: log-sum-exp of logits / temperature over the full vocabulary.
+
+        None where the head was made without the rows outside its part: it has them all, or nobody asks.
+        """
+        if self.full_VH is None:
+            return None
+        head, norm = self.full_VH, self.get_buffer("norm_H")
+        parts = []
+        # In slices: all logits of a batch over a full vocabulary would not fit.
+        for rows_RH in torch.split(last_MH, _LSE_ROWS):
+            logits_RV = final_norm(rows_RH, norm, self.form, self.eps).to(head.dtype) @ head.T
+            parts.append((logits_RV.float() / temperature).logsumexp(-1))
+        return torch.cat(parts)
 
 
 def final_norm(x_MH: Tensor, weight_H: Tensor, form: NormForm, eps: float) -> Tensor:

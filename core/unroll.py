@@ -13,6 +13,9 @@ THE ALIGNMENT, drawn for a reply x4 x5 x6 after the prompt x0 .. x3 (r = 1 on th
     keys of step j at row t: the step-1 keys of rows 0..t, and its own keys of steps 2..j.
         (The server's draft cache holds just these: verified tokens went through step 1 with the target's features,
         and the tokens drafted since are this row's own.)
+        With a sliding window of W, those of the last W positions: the query is at t+j-1, the step-1 key of row s at s,
+        the own key of step i at t+i-1; a key is seen where query - key < W. So the window moves on with the step, and
+        takes in the own keys first: the step-1 keys of rows t+j-W .. t, and the own ones of steps j-W+1 .. j.
 
     supervised at step j: x[t+1] .. x[t+j+1] are all reply tokens of one reply.
         step 1: rows 3, 4      step 2: row 3      step 3: none
@@ -77,9 +80,8 @@ def unroll(draft: DraftModel, batch: Batch, steps: int) -> Iterator[Step]:
     rows_R = (runs_T >= 2).nonzero().squeeze(1)
 
     # Step 1: keys and values of every row, the rest only where it is needed.
-    next_ids_T = batch.input_ids_T.roll(
-        -1
-    )  # the last row of a document gets a stranger; no supervised row sees its key
+    # The last row of a document gets a stranger; no supervised row sees its key.
+    next_ids_T = batch.input_ids_T.roll(-1)
     x_T2H, residual_TH = layer.before_attention(draft.embed(next_ids_T), draft.fuse(batch.aux_TAH))
     k_TGD, v_TGD = attention.key_value(x_T2H, draft.rope(batch.positions_T))
     q_RND = attention.query(x_T2H[rows_R], draft.rope(batch.positions_T[rows_R]))
@@ -96,7 +98,7 @@ def unroll(draft: DraftModel, batch: Batch, steps: int) -> Iterator[Step]:
             x_R2H, residual_RH = layer.before_attention(draft.embed(batch.input_ids_T[rows_R + j]), feature_RH)
             q_RND = attention.query(x_R2H, rope)
             own.append(attention.key_value(x_R2H, rope))
-        mixed_RND = attend(q_RND, k_TGD, v_TGD, own, rows_R, batch.offsets)
+        mixed_RND = attend(q_RND, k_TGD, v_TGD, own, rows_R, batch.offsets, draft.shape.sliding_window)
         output_RH = layer.after_attention(mixed_RND, residual_RH)
         hidden_RH = draft.norm(output_RH)
         yield Step(j, rows_R, hidden_RH)
@@ -110,6 +112,7 @@ def attend(
     own: list[tuple[Tensor, Tensor]],
     rows_R: Tensor,
     offsets: tuple[int, ...],
+    window: int | None = None,
 ) -> Tensor:
     """Each row's attention over the step-1 keys of its document up to itself, and over its own later keys.
 
@@ -120,10 +123,13 @@ def attend(
         own: keys and values [R, G, D] of steps 2..j.
         rows_R: the queries' rows, ascending.
         offsets: document boundaries.
+        window: positions that a query looks back over, its own included; None: all.
 
     Returns:
         [R, N, D].
     """
+    ahead = len(own)  # the query of step j is j - 1 positions after its row
+    own = own if window is None else own[-window:]
     _, heads, width = q_RND.shape
     groups = k_TGD.shape[1]
     q_RGSD = q_RND.view(-1, groups, heads // groups, width) * width**-0.5
@@ -135,8 +141,9 @@ def attend(
             continue
         q = q_RGSD[here]
         scores = torch.einsum("rgsd,kgd->rgsk", q, k_TGD[keys]).float()
-        later = torch.arange(offsets[d], offsets[d + 1], device=rows_R.device) > rows_R[here, None]
-        scores = scores.masked_fill(later[:, None, None], float("-inf"))
+        back = rows_R[here, None] - torch.arange(offsets[d], offsets[d + 1], device=rows_R.device)
+        unseen = back < 0 if window is None else (back < 0) | (back + ahead >= window)
+        scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
         own_scores = [(q * k[here].unsqueeze(2)).sum(-1, keepdim=True).float() for k, _ in own]
         weights = torch.cat([scores, *own_scores], dim=-1).softmax(-1).to(q.dtype)
         size = scores.shape[-1]

@@ -13,6 +13,8 @@ def model_card(config: Config, checkpoint: Checkpoint, layer_ids: list[int], rep
     spec = json.dumps({"method": "eagle3", "model": "PATH_OF_THIS_FOLDER", "num_speculative_tokens": config.eval.k[0]})
     parameters = sum(t.numel() for t in checkpoint.tensors.values())
     flags = [f for f in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(shape, f)]
+    flags += [f"sliding window of {shape.sliding_window}"] if shape.sliding_window else []
+    flags += ["an embedding of its own"] if shape.own_embedding else []
     return f"""---
 base_model: {target}
 library_name: vllm

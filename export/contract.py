@@ -52,7 +52,10 @@ def find_problems(shape: DraftShape, tensors: dict[str, Tensor], config: dict[st
 
 def required_config(shape: DraftShape) -> dict[str, Any]:
     """config.json keys that decide how vLLM runs the draft, with the only right value."""
+    # vLLM looks at `sliding_window` where `layer_types` says so, and takes the target's window where nothing does.
+    window = {"layer_types": ["sliding_attention"], "sliding_window": shape.sliding_window}
     return {
+        **(window if shape.sliding_window else {}),
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.num_heads,

@@ -17,7 +17,7 @@ WEIGHTS = "model.safetensors"
 
 
 def export_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """bfloat16 parameters; d2t and t2d where the vocabulary is reduced. The embedding is the target's and left out."""
+    """bfloat16 parameters; d2t and t2d where the vocabulary is reduced; the embedding where it is the draft's own."""
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in checkpoint.tensors.items()}
     if checkpoint.shape.draft_vocab_size != checkpoint.shape.vocab_size:
         tensors |= {"d2t": checkpoint.d2t, "t2d": checkpoint.t2d}
@@ -26,11 +26,13 @@ def export_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def export_config(shape: DraftShape, layer_ids: list[int], target: Target) -> dict[str, Any]:
     """config.json: every flag written out, rope under both spellings, layer ids in vLLM's convention."""
-    scaling = {k: v for k, v in shape.rope.items() if k != "rope_theta"}
+    scaling = {k: v for k, v in shape.rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    partial = {k: v for k, v in shape.rope.items() if k == "partial_rotary_factor"}
     return {
         "architectures": [_architecture(target)],
         "model_type": "llama",
         **required_config(shape),
+        **partial,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "attention_bias": False,

@@ -14,6 +14,7 @@ from draftsmith.core.draft_shape import resolve_shape
 from draftsmith.core.engine import has_cuda
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.lineage import check_upstream, train_inputs
+from draftsmith.core.losses import LossOptions
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.objective import Objective
 from draftsmith.core.progress import say
@@ -117,14 +118,16 @@ def _trainer(
     mapping = load_mapping(run.vocab_mapping)
     shape = resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), len(mapping.d2t))
     norm_form = store.manifest["last_state"]["norm_form"]
-    bare = build_objective(target, shape, torch.from_numpy(mapping.target_ids), norm_form)
+    loss = LossOptions.of(config.train)
+    bare = build_objective(target, shape, torch.from_numpy(mapping.target_ids), norm_form, loss)
     if checkpoint:
         bare.draft.load_state_dict(checkpoint.tensors)
         state.step, state.skipped_in_a_row = checkpoint.state["step"], checkpoint.state["skipped_in_a_row"]
         say(f"draft: going on from step {state.step} of {len(plan)}")
     elif config.draft.init == "target":
         init_from_target(bare, target, torch.from_numpy(mapping.target_ids))
-    optimizer: Any = make_optimizer(config.train, list(bare.draft.parameters()))
+    bare.draft.lm_head.requires_grad_(config.draft.train_lm_head)
+    optimizer: Any = make_optimizer(config.train, [p for p in bare.draft.parameters() if p.requires_grad])
     objective, optimizer = accelerator.prepare(bare, optimizer)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)

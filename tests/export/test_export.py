@@ -85,6 +85,9 @@ SHAPES = {
     "full vocabulary": make_shape(draft_vocab_size=512),
     "llama3": make_shape(rope=LLAMA3),
     "yarn": make_shape(rope=YARN),
+    "partial rotary": make_shape(rope={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    "sliding window": make_shape(sliding_window=32),
+    "own embedding": make_shape(own_embedding=True),
 }
 
 
@@ -100,8 +103,12 @@ def test_an_export_reads_back_as_what_was_trained(exported, tmp_path, shape):
     assert find_problems(shape, tensors, json.loads((tmp_path / "export/config.json").read_text())) == []
 
 
-def test_the_embedding_stays_with_the_target(exported):
+def test_the_embedding_stays_with_the_target_unless_it_was_trained(exported):
     assert not [name for name in exported()[1] if "embed" in name]
+    checkpoint, tensors, config = exported(SHAPES["own embedding"])
+    assert tensors["embed_tokens.weight"].shape == (512, 64)
+    del tensors["embed_tokens.weight"]
+    assert find_problems(checkpoint.shape, tensors, config) == ["missing tensor embed_tokens.weight"]
 
 
 def test_a_full_vocabulary_has_no_mapping(exported):
@@ -212,6 +219,19 @@ def test_rope_scaling_is_there_in_both_spellings(rope):
     config = export_config(make_shape(rope=rope), [1, 2, 3], target_like())
     assert config["rope_parameters"] == rope and config["rope_theta"] == rope["rope_theta"]
     assert config["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
+
+
+def test_a_sliding_window_is_where_vllm_looks_for_it():
+    config = export_config(make_shape(sliding_window=32), [1, 2, 3], target_like())
+    assert config["layer_types"] == ["sliding_attention"] and config["sliding_window"] == 32
+    # Without one, neither key: vLLM would look for a window as soon as it finds layer_types.
+    assert not {"layer_types", "sliding_window"} & export_config(make_shape(), [1, 2, 3], target_like()).keys()
+
+
+def test_partial_rotary_is_there_in_both_spellings():
+    config = export_config(SHAPES["partial rotary"], [1, 2, 3], target_like())
+    assert config["rope_parameters"]["partial_rotary_factor"] == config["partial_rotary_factor"] == 0.5
+    assert "partial_rotary_factor" not in export_config(make_shape(), [1, 2, 3], target_like())
 
 
 def test_plain_rope_has_no_scaling():
