@@ -209,6 +209,12 @@ class TrainConfig(Section):
     lk_eta: float = Field(
         3.0, ge=0.0, description="lk_lambda: KL weighs exp(-lk_eta * acceptance), total variation the rest."
     )
+    hidden_noise: float = Field(
+        0.0, ge=0.0, description="Noise on the auxiliary states, as a share of each state's rms; training only."
+    )
+    hidden_noise_kind: Literal["uniform", "gaussian"] = Field(
+        "uniform", description="uniform: within +- hidden_noise; gaussian: of that standard deviation."
+    )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Matrix products; weights stay float32. auto: bfloat16 on a GPU or a CPU that has it."
     )

@@ -74,9 +74,15 @@ class TargetHead(torch.nn.Module):
         self.register_buffer("full_VH", full_VH, persistent=False)
 
     def forward(self, last_MH: Tensor) -> Tensor:
-        """Logits [M, V] of pre-norm states [M, H], in the dtype of the head; the norm runs in float32."""
-        head, norm = self.get_buffer("head_VH"), self.get_buffer("norm_H")
-        logits: Tensor = final_norm(last_MH, norm, self.form, self.eps).to(head.dtype) @ head.T
+        """Logits [M, V] of pre-norm states [M, H]; the norm runs in float32."""
+        return self._logits(last_MH, self.get_buffer("head_VH"))
+
+    def _logits(self, last_MH: Tensor, head_VH: Tensor) -> Tensor:
+        # In the head's dtype, but in float32 on a CPU, where half-precision products are emulated and six times slower;
+        # one that has them is asked for them by autocast.
+        dtype = torch.float32 if last_MH.device.type == "cpu" else head_VH.dtype
+        normed_MH = final_norm(last_MH, self.get_buffer("norm_H"), self.form, self.eps)
+        logits: Tensor = normed_MH.to(dtype) @ head_VH.to(dtype).T
         return logits
 
     @torch.no_grad()
@@ -87,13 +93,9 @@ class TargetHead(torch.nn.Module):
         """
         if self.full_VH is None:
             return None
-        head, norm = self.full_VH, self.get_buffer("norm_H")
-        parts = []
         # In slices: all logits of a batch over a full vocabulary would not fit.
-        for rows_RH in torch.split(last_MH, _LSE_ROWS):
-            logits_RV = final_norm(rows_RH, norm, self.form, self.eps).to(head.dtype) @ head.T
-            parts.append((logits_RV.float() / temperature).logsumexp(-1))
-        return torch.cat(parts)
+        slices = torch.split(last_MH, _LSE_ROWS)
+        return torch.cat([(self._logits(x, self.full_VH).float() / temperature).logsumexp(-1) for x in slices])
 
 
 def final_norm(x_MH: Tensor, weight_H: Tensor, form: NormForm, eps: float) -> Tensor:

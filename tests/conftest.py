@@ -3,10 +3,13 @@
 Test modules cannot import one another (`--import-mode=importlib`), so helpers are fixtures that return functions.
 """
 
+import importlib.util
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -261,3 +264,15 @@ def tree_of() -> Callable[[Path], dict[str, bytes]]:
         return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
     return read
+
+
+@pytest.fixture(scope="session")
+def reference() -> ModuleType:
+    """`parity/reference.py`: the float64 reference of the objective."""
+    path = Path(__file__).parent / "parity" / "reference.py"
+    spec = importlib.util.spec_from_file_location("parity_reference", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -19,6 +19,7 @@ from draftsmith.core.replay import SampleRounds, acceptance, chain_matches, walk
 from draftsmith.data.batching import collate, epoch_order, plan_batches, rank_share
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.train.metrics import Metrics
+from draftsmith.train.noise import add_noise
 from draftsmith.train.optim import learning_rate
 from draftsmith.train.state import TrainState, save
 
@@ -86,6 +87,7 @@ class Trainer:
         config, accelerator = self.config.train, self.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.state.step, len(self.plan))
+        batch = add_noise(batch, config, self.config.run.seed, self.state.step, accelerator.process_index)
         rows_J = accelerator.reduce(supervised_rows(batch, config.ttt_steps))
         with accelerator.autocast():
             sums = self.objective(batch, config.ttt_steps)
