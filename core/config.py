@@ -224,7 +224,7 @@ class TrainConfig(Section):
         "bfloat16.",
     )
     logits_bytes: int = Field(
-        1024**3, ge=1024, description="The fused pass holds at most about this many bytes of the draft's logits."
+        4 * 1024**3, ge=1024, description="The fused pass holds at most about this many bytes of the draft's logits."
     )
     tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of one batch on one process.")
     epochs: PositiveInt = Field(10, description="Passes over the training samples.")

@@ -19,6 +19,8 @@ from draftsmith.core.batch import Batch
 from draftsmith.core.config import TrainConfig
 from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.fused import loss as loss_kernels
+from draftsmith.core.fused import tiles
 from draftsmith.core.fused.layout import lay_out
 from draftsmith.core.fused.objective import fused_loss
 from draftsmith.core.objective import Objective
@@ -128,7 +130,8 @@ def profile(step: object) -> None:
         for _ in range(3):
             step()
         torch.cuda.synchronize()
-    rows = sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)
+    rows = [e for e in prof.key_averages() if e.self_device_time_total]
+    rows.sort(key=lambda e: -e.self_device_time_total)
     total = sum(e.self_device_time_total for e in rows)
     print(f"device time {total / 3000:.2f} ms a step")
     for e in rows[:40]:
@@ -142,11 +145,21 @@ def main() -> None:
     parser.add_argument("--ttt", type=int, default=7)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--logits-bytes", type=int, default=TrainConfig().logits_bytes)
+    parser.add_argument(
+        "--tiles", nargs="*", default=[], help="e.g. GRAD_KV=64,128,8,2,1: rows, keys, warps, stages, tma"
+    )
+    parser.add_argument("--logit-block", type=int, nargs=2, help="logits a program of the loss works on, and its warps")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=8)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out")
     args = parser.parse_args()
+    for tile in args.tiles:
+        name, sizes = tile.split("=")
+        rows, keys, warps, stages, tma = map(int, sizes.split(","))
+        setattr(tiles, name, tiles.Tiles(rows, keys, warps, stages, bool(tma)))
+    if args.logit_block:
+        loss_kernels.BLOCK, loss_kernels.WARPS = args.logit_block
     for tokens in args.tokens:
         try:
             line = json.dumps(measure(args, tokens))

@@ -134,7 +134,8 @@ def _pairs(batch: Batch, runs_T: np.ndarray, rows: np.ndarray, steps: int) -> tu
 
 
 def _chunks(labels_P: np.ndarray, label_rows: int, size: int) -> tuple[Chunk, ...]:
-    edges = [*range(0, label_rows, size), label_rows] if label_rows else [0]
+    count = -(-label_rows // size)
+    edges = [label_rows * i // max(1, count) for i in range(count + 1)]  # of one size: no small one at the end
     cuts = np.searchsorted(labels_P, edges).tolist()
     spans = zip(edges[:-1], edges[1:], cuts[:-1], cuts[1:], strict=True)
     return tuple(Chunk(*span) for span in spans if span[3] > span[2])

@@ -16,11 +16,12 @@ from torch import Tensor
 from draftsmith.core.batch import Batch
 from draftsmith.core.fused.launch import block
 from draftsmith.core.fused.layout import Layout
-from draftsmith.core.fused.products import add_product, product
+from draftsmith.core.fused.products import add_product, float_product, product
 from draftsmith.core.losses import LEAST_LOGIT
 from draftsmith.core.objective import Objective, StepSums
 
-_BLOCK = 4096
+# Logits that a program works on at once, and its warps.
+BLOCK, WARPS = 2048, 4
 # Which loss a kernel computes; "soft_ce" and "soft_ce_full" differ only in the probabilities they are given.
 _MODES = {"soft_ce": 0, "soft_ce_full": 0, "kl": 1, "lk_alpha": 2, "lk_lambda": 3}
 _LEAST = tl.constexpr(LEAST_LOGIT)
@@ -172,9 +173,9 @@ def loss_pass(
     grad = None if weights_J is None else torch.zeros_like(flat)
     loss, hits = (torch.zeros(steps * count, dtype=torch.float32, device=flat.device) for _ in range(2))
     train_head = grad is not None and objective.draft.lm_head.weight.requires_grad
-    grad_head = torch.zeros(vocab, size, dtype=torch.float32, device=flat.device) if train_head else None
+    grad_head: Tensor | None = None
     truth_T = objective.get_buffer("draft_ids")[batch.input_ids_T]
-    blocks = min(_BLOCK, block(vocab))
+    blocks = min(BLOCK, block(vocab))
     for chunk in layout.chunks:
         own = slice(chunk.p0, chunk.p1)
         pairs = layout.pairs_P[own]
@@ -185,11 +186,13 @@ def loss_pass(
         _judge[(len(pairs),)](
             logits_PV, probs_MV, layout.labels_P[own], truth_T[layout.truth_P[own]], pairs, weights, loss, hits,
             chunk.m0, count, vocab, 1.0 / options.temperature, options.lk_eta, _MODES[options.name], blocks,
-            num_warps=8,
+            num_warps=WARPS,
         )  # fmt: skip
         if grad is not None:
             grad.index_copy_(0, pairs, product(logits_PV, head_VH))
-        if grad_head is not None:
+        if train_head and grad_head is None:
+            grad_head = float_product(logits_PV.T, hidden_PH)
+        elif grad_head is not None:
             add_product(grad_head, logits_PV.T, hidden_PH)
     loss_JR, hits_JR = loss.view(steps, count), hits.view(steps, count)
     rows_J = torch.bincount(layout.pairs_P // count, minlength=steps).float()
@@ -207,6 +210,6 @@ def _target_probs(objective: Objective, last_MH: Tensor, blocks: int) -> Tensor:
     probs_MV: Tensor = head(last_MH)
     lse = probs_MV if full_lse is None else full_lse
     _softmax[(len(probs_MV),)](
-        probs_MV, lse, probs_MV.shape[1], 1.0 / options.temperature, full_lse is not None, blocks, num_warps=8
+        probs_MV, lse, probs_MV.shape[1], 1.0 / options.temperature, full_lse is not None, blocks, num_warps=WARPS
     )
     return probs_MV

@@ -16,5 +16,5 @@ class Tiles:
 
 # Fastest of a sweep on an H200 at head width 128 (benchmarks/training/attention_tiles.py).
 FORWARD = Tiles(64, 64, warps=4, stages=3, tma=True)
-GRAD_Q = Tiles(128, 64, warps=8, stages=3)
+GRAD_Q = Tiles(64, 64, warps=4, stages=2, tma=True)
 GRAD_KV = Tiles(64, 64, warps=4, stages=2, tma=True)
