@@ -218,6 +218,14 @@ class TrainConfig(Section):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Matrix products; weights stay float32. auto: bfloat16 on a GPU or a CPU that has it."
     )
+    kernels: Literal["auto", "fused", "eager"] = Field(
+        "auto",
+        description="fused: the hand-written GPU pass; eager: plain PyTorch, its reference. auto: fused on a GPU in "
+        "bfloat16.",
+    )
+    logits_bytes: int = Field(
+        1024**3, ge=1024, description="The fused pass holds at most about this many bytes of the draft's logits."
+    )
     tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of one batch on one process.")
     epochs: PositiveInt = Field(10, description="Passes over the training samples.")
     learning_rate: float = Field(1.0e-4, gt=0.0)

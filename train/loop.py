@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -13,15 +13,16 @@ from torch import Tensor
 from draftsmith.core.batch import Batch
 from draftsmith.core.config import Config
 from draftsmith.core.errors import StageFailed
-from draftsmith.core.objective import Objective, StepSums, supervised_rows, training_loss
+from draftsmith.core.objective import StepSums, supervised_rows
 from draftsmith.core.progress import Meter, meter, say
-from draftsmith.core.replay import SampleRounds, acceptance, chain_matches, walk
+from draftsmith.core.replay import SampleRounds, acceptance, walk
 from draftsmith.data.batching import collate, epoch_order, plan_batches, rank_share
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.noise import add_noise
 from draftsmith.train.optim import learning_rate
 from draftsmith.train.state import TrainState, save
+from draftsmith.train.step import TrainingStep, Work
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Trainer:
     """What the loop works on.
 
     Attributes:
-        objective: as Accelerate prepared it; `bare` is the module itself.
+        module: the training step as Accelerate prepared it; `step` is the module itself.
         plan: sample numbers of every step of this rank, over all epochs.
         held_out: sample numbers of the held-out split.
         state: loop state; `state.step` optimizer steps are done.
@@ -39,8 +40,8 @@ class Trainer:
     config: Config
     accelerator: Accelerator
     store: HiddenStateStore
-    objective: torch.nn.Module
-    bare: Objective
+    module: torch.nn.Module
+    step: TrainingStep
     optimizer: torch.optim.Optimizer
     plan: list[list[int]]
     held_out: list[int]
@@ -53,10 +54,10 @@ class Trainer:
         config, total = self.config.train, len(self.plan)
         tokens, since = 0, time.monotonic()
         with meter("train", total, "steps", start=self.state.step) as shown:
-            for batch in self._batches(self.state.step):
-                sums, rows, norm = self._optimizer_step(batch)
+            for work in self._batches(self.state.step):
+                sums, rows, norm = self._optimizer_step(work)
                 self.state.step += 1
-                tokens += batch.num_tokens * self.accelerator.num_processes
+                tokens += work.batch.num_tokens * self.accelerator.num_processes
                 step, last = self.state.step, self.state.step == total
                 if step % config.log_interval == 0 or last:
                     now = time.monotonic()
@@ -72,34 +73,38 @@ class Trainer:
         if self.skipped and self.skipped == self.state.step:
             raise StageFailed("no step was taken: no gradient was finite. Capture again, or lower train.learning_rate.")
 
-    def _batches(self, start: int) -> Iterator[Batch]:
-        """Batches of the plan from step `start`, the next one read while this one is worked on."""
+    def _batches(self, start: int) -> Iterator[Work]:
+        """The plan's batches from step `start`, the next one read and laid out while this one is worked on."""
         with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(collate, self.store, self.plan[start]) if start < len(self.plan) else None
+            coming = pool.submit(self._work, self.plan[start]) if start < len(self.plan) else None
             for step in range(start, len(self.plan)):
                 assert coming is not None
-                batch = coming.result()
+                work = coming.result()
                 if step + 1 < len(self.plan):
-                    coming = pool.submit(collate, self.store, self.plan[step + 1])
-                yield batch.to(self.accelerator.device)
+                    coming = pool.submit(self._work, self.plan[step + 1])
+                yield work.to(self.accelerator.device)
 
-    def _optimizer_step(self, batch: Batch) -> tuple[StepSums, Tensor, float]:
+    def _work(self, numbers: list[int]) -> Work:
+        return self.step.lay_out(collate(self.store, numbers))
+
+    def _optimizer_step(self, work: Work) -> tuple[StepSums, Tensor, float]:
         config, accelerator = self.config.train, self.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.state.step, len(self.plan))
-        batch = add_noise(batch, config, self.config.run.seed, self.state.step, accelerator.process_index)
-        rows_J = accelerator.reduce(supervised_rows(batch, config.ttt_steps))
+        noise = (config, self.config.run.seed, self.state.step, accelerator.process_index)
+        work = replace(work, batch=add_noise(work.batch, *noise))
+        rows_J = accelerator.reduce(supervised_rows(work.batch, config.ttt_steps))
+        # The mean over a step's rows on all ranks. Gradients are averaged over ranks, and the loss is a sum over them.
+        decay_J = config.step_decay ** torch.arange(config.ttt_steps, device=rows_J.device, dtype=torch.float32)
         with accelerator.autocast():
-            sums = self.objective(batch, config.ttt_steps)
-        # Gradients are averaged over ranks; the loss is a sum over them.
-        loss = training_loss(sums, rows_J, config.step_decay) * accelerator.num_processes
+            loss, sums = self.module(work, decay_J / rows_J.clamp_min(1) * accelerator.num_processes)
         accelerator.backward(loss)
-        norm = float(accelerator.clip_grad_norm_(self.bare.draft.parameters(), config.max_grad_norm))
+        norm = float(accelerator.clip_grad_norm_(self.step.objective.draft.parameters(), config.max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
             self.state.skipped_in_a_row = 0
         else:
-            self._skip(batch, norm)
+            self._skip(work.batch, norm)
         self.optimizer.zero_grad()
         return sums, rows_J, norm
 
@@ -116,7 +121,7 @@ class Trainer:
 
     def _log(self, shown: Meter, sums: StepSums, rows_J: Tensor, norm: float, rate: float) -> None:
         config = self.config.train
-        loss_J = self.accelerator.reduce(sums.loss_J.detach()) / rows_J.clamp_min(1)
+        loss_J = self.accelerator.reduce(sums.loss_J) / rows_J.clamp_min(1)
         hits_J = self.accelerator.reduce(sums.hits_J) / rows_J.clamp_min(1)
         loss = float(sum(config.step_decay**j * x for j, x in enumerate(loss_J.tolist())))
         accuracy = hits_J.tolist()
@@ -145,10 +150,10 @@ class Trainer:
         totals = torch.zeros(3, steps)
         lengths = self.store.lengths(self.held_out)
         for batch_numbers in plan_batches(lengths, config.tokens_per_batch):
-            batch = collate(self.store, [self.held_out[i] for i in batch_numbers]).to(self.accelerator.device)
+            work = self._work([self.held_out[i] for i in batch_numbers]).to(self.accelerator.device)
             with self.accelerator.autocast():
-                leading, sums = chain_matches(self.bare, batch, steps)
-            rounds += walk(batch, leading, steps)
+                leading, sums = self.step.matches(work)
+            rounds += walk(work.batch, leading, steps)
             totals += torch.stack([sums.loss_J, sums.rows_J, sums.hits_J])
         rows = totals[1].clamp_min(1)
         figures = acceptance(rounds, steps)

@@ -27,6 +27,7 @@ from draftsmith.train.loop import Trainer, training_plan
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.state import TrainState, load_optimizer
+from draftsmith.train.step import TrainingStep, fused_dtype
 
 # Share of the random initial fc that stays beside the identity; 0, 0.1 and 1 reach the same within seeds' noise.
 _FC_REST = 0.1
@@ -128,11 +129,13 @@ def _trainer(
         init_from_target(bare, target, torch.from_numpy(mapping.target_ids))
     bare.draft.lm_head.requires_grad_(config.draft.train_lm_head)
     optimizer: Any = make_optimizer(config.train, [p for p in bare.draft.parameters() if p.requires_grad])
-    objective, optimizer = accelerator.prepare(bare, optimizer)
+    half = accelerator.mixed_precision == "bf16"
+    step = TrainingStep(bare, config.train, fused_dtype(config.train, shape, accelerator.device, half))
+    module, optimizer = accelerator.prepare(step, optimizer)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
     metrics = Metrics(run.metrics, accelerator, config, state.step)
-    return Trainer(config, accelerator, store, objective, bare, optimizer, plan, store.numbers("eval"), metrics, state)
+    return Trainer(config, accelerator, store, module, step, optimizer, plan, store.numbers("eval"), metrics, state)
 
 
 def init_from_target(objective: Objective, target: Target, target_ids: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ def save(trainer: "Trainer") -> None:
         return
     run = RunFolder.of(trainer.config)
     mapping = load_mapping(run.vocab_mapping)
-    draft = trainer.bare.draft
+    draft = trainer.step.objective.draft
     tensors = {k: v.detach().float().cpu() for k, v in draft.state_dict().items()}
     tensors |= {"d2t": torch.from_numpy(mapping.d2t), "t2d": torch.from_numpy(mapping.t2d)}
     manifest = trainer.store.manifest

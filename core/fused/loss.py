@@ -1,0 +1,212 @@
+"""lm_head and loss over all (step, row) pairs at once; the gradient is made where the logits are.
+
+The pairs are ordered by label row and cut into chunks, so the target's logits of a row are computed once for all the
+steps that need them, and no more than a chunk of logits is ever held.
+
+Shape suffixes: M label rows, P pairs of a chunk, H hidden, V draft vocabulary, J steps, R rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftsmith.core.batch import Batch
+from draftsmith.core.fused.launch import block
+from draftsmith.core.fused.layout import Layout
+from draftsmith.core.fused.products import add_product, product
+from draftsmith.core.losses import LEAST_LOGIT
+from draftsmith.core.objective import Objective, StepSums
+
+_BLOCK = 4096
+# Which loss a kernel computes; "soft_ce" and "soft_ce_full" differ only in the probabilities they are given.
+_MODES = {"soft_ce": 0, "soft_ce_full": 0, "kl": 1, "lk_alpha": 2, "lk_lambda": 3}
+_LEAST = tl.constexpr(LEAST_LOGIT)
+
+
+@triton.jit
+def _logits(row, c, size, inverse_temperature):
+    """Kept above the least logit, so that -inf is "never" and no loss is infinite; -inf past the row's end."""
+    x = tl.load(row + c, mask=c < size, other=0.0).to(tl.float32) * inverse_temperature
+    return tl.where(c < size, tl.maximum(x, _LEAST), float("-inf"))
+
+
+@triton.jit
+def _row_lse(row, size, inverse_temperature, BLOCK: tl.constexpr):
+    """Largest logit and log-sum-exp of a row."""
+    best, total = float("-inf"), 0.0
+    for c0 in range(0, size, BLOCK):
+        x = _logits(row, c0 + tl.arange(0, BLOCK), size, inverse_temperature)
+        higher = tl.maximum(best, tl.max(x, 0))
+        total = total * tl.exp(best - higher) + tl.sum(tl.exp(x - higher), 0)
+        best = higher
+    return best, best + tl.log(total)
+
+
+@triton.jit
+def _softmax(X, LSE, size, inverse_temperature, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of logits a program, overwritten by its probabilities; `LSE` is of more tokens than the row has."""
+    row = X + tl.program_id(0).to(tl.int64) * size
+    if GIVEN:
+        lse = tl.load(LSE + tl.program_id(0))
+    else:
+        _, lse = _row_lse(row, size, inverse_temperature, BLOCK)
+    for c0 in range(0, size, BLOCK):
+        c = c0 + tl.arange(0, BLOCK)
+        p = tl.exp(_logits(row, c, size, inverse_temperature) - lse)
+        tl.store(row + c, p.to(X.dtype.element_ty), mask=c < size)
+
+
+@triton.jit
+def _soft_sums(z_row, p_row, size, inverse_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest logit, log-sum-exp, sum p, sum p z, sum p log p."""
+    best, total, mass, dot, entropy = float("-inf"), 0.0, 0.0, 0.0, 0.0
+    for c0 in range(0, size, BLOCK):
+        c = c0 + tl.arange(0, BLOCK)
+        z = _logits(z_row, c, size, inverse_temperature)
+        p = tl.load(p_row + c, mask=c < size, other=0.0).to(tl.float32)
+        higher = tl.maximum(best, tl.max(z, 0))
+        total = total * tl.exp(best - higher) + tl.sum(tl.exp(z - higher), 0)
+        best = higher
+        mass += tl.sum(p, 0)
+        dot += tl.sum(tl.where(p > 0.0, p * z, 0.0), 0)
+        if ENTROPY:
+            entropy += tl.sum(tl.where(p > 0.0, p * tl.log(p), 0.0), 0)
+    return best, best + tl.log(total), mass, dot, entropy
+
+
+@triton.jit
+def _overlap(z_row, p_row, lse, size, inverse_temperature, BLOCK: tl.constexpr):
+    """Alpha = sum min(p, q), and the part of it that is q: the sum over tokens where q < p."""
+    alpha, below = 0.0, 0.0
+    for c0 in range(0, size, BLOCK):
+        c = c0 + tl.arange(0, BLOCK)
+        q = tl.exp(_logits(z_row, c, size, inverse_temperature) - lse)
+        p = tl.load(p_row + c, mask=c < size, other=0.0).to(tl.float32)
+        alpha += tl.sum(tl.minimum(p, q), 0)
+        below += tl.sum(tl.where(q < p, q, 0.0), 0)
+    return tl.maximum(alpha, 1.0e-30), below
+
+
+@triton.jit
+def _judge(
+    Z, P, LABELS, TRUTH, PAIRS, WEIGHTS, LOSS, HITS, first_label, count, size, inverse_temperature, eta,
+    MODE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One pair a program: loss, match, and the logits overwritten by the loss's weighted gradient (core/losses.py)."""
+    i = tl.program_id(0)
+    z_row = Z + i.to(tl.int64) * size
+    p_row = P + (tl.load(LABELS + i) - first_label).to(tl.int64) * size
+    best, lse, mass, dot, entropy = _soft_sums(z_row, p_row, size, inverse_temperature, MODE % 2 == 1, BLOCK)
+    alpha, below = 1.0, 0.0
+    if MODE >= 2:
+        alpha, below = _overlap(z_row, p_row, lse, size, inverse_temperature, BLOCK)
+    # Gradient in z: soft (mass q - p) + hard q (below - [q < p]).
+    soft, hard, loss = 1.0, 0.0, lse * mass - dot
+    if MODE == 1 or MODE == 3:
+        soft = 1.0 / mass
+        loss = lse - dot / mass + entropy / mass - tl.log(mass)
+    if MODE == 2:
+        soft, hard, loss = 0.0, 1.0 / alpha, -tl.log(alpha)
+    if MODE == 3:
+        share = tl.exp(-eta * alpha)
+        loss = share * loss + (1.0 - share) * (1.0 - alpha)
+        soft, hard = share * soft, 1.0 - share
+    pair = tl.load(PAIRS + i)
+    truth = tl.load(TRUTH + i)
+    weight = tl.load(WEIGHTS + pair // count) * inverse_temperature
+    tl.store(LOSS + pair, loss)
+    true_logit = tl.load(z_row + tl.maximum(truth, 0)).to(tl.float32) * inverse_temperature
+    tl.debug_barrier()  # every thread has read the truth's logit before any overwrites it
+    earlier = 0
+    for c0 in range(0, size, BLOCK):
+        c = c0 + tl.arange(0, BLOCK)
+        z = _logits(z_row, c, size, inverse_temperature)
+        p = tl.load(p_row + c, mask=c < size, other=0.0).to(tl.float32)
+        earlier += tl.sum(((z == best) & (c < truth)).to(tl.int32), 0)  # of equals, argmax takes the first
+        q = tl.exp(z - lse)
+        grad = soft * (mass * q - p)
+        if MODE >= 2:
+            grad += hard * q * (below - tl.where(q < p, 1.0, 0.0))
+        grad = tl.where(z > _LEAST, grad * weight, 0.0)
+        tl.store(z_row + c, grad.to(Z.dtype.element_ty), mask=c < size)
+    tl.store(HITS + pair, ((truth >= 0) & (true_logit == best) & (earlier == 0)).to(tl.float32))
+
+
+@dataclass(frozen=True)
+class LossPass:
+    """What the loss leaves behind.
+
+    Attributes:
+        loss_JR, hits_JR: float32; zero where a step has no label.
+        sums: of them, per step.
+        grad_hidden: [J, R, H] of the weighted loss; zero where a step has no label.
+        grad_head: float32 [V, H], None where the head is frozen.
+    """
+
+    loss_JR: Tensor
+    hits_JR: Tensor
+    sums: StepSums
+    grad_hidden: Tensor | None
+    grad_head: Tensor | None
+
+
+@torch.no_grad()
+def loss_pass(
+    objective: Objective, hidden_JRH: Tensor, head_VH: Tensor, batch: Batch, layout: Layout, weights_J: Tensor | None
+) -> LossPass:
+    """Losses and matches of every pair, and gradients of sum_j weights[j] * loss[j].
+
+    Args:
+        objective: the loss and the target's head.
+        hidden_JRH: normed outputs of all steps.
+        head_VH: the draft's lm_head in the dtype of the products.
+        batch: on the device.
+        layout: of the batch.
+        weights_J: float32; None: no gradients are wanted.
+    """
+    (steps, count, size), vocab, options = hidden_JRH.shape, len(head_VH), objective.loss
+    flat = hidden_JRH.view(steps * count, size)
+    grad = None if weights_J is None else torch.zeros_like(flat)
+    loss, hits = (torch.zeros(steps * count, dtype=torch.float32, device=flat.device) for _ in range(2))
+    train_head = grad is not None and objective.draft.lm_head.weight.requires_grad
+    grad_head = torch.zeros(vocab, size, dtype=torch.float32, device=flat.device) if train_head else None
+    truth_T = objective.get_buffer("draft_ids")[batch.input_ids_T]
+    blocks = min(_BLOCK, block(vocab))
+    for chunk in layout.chunks:
+        own = slice(chunk.p0, chunk.p1)
+        pairs = layout.pairs_P[own]
+        probs_MV = _target_probs(objective, batch.last_MH[chunk.m0 : chunk.m1], blocks)
+        hidden_PH = flat.index_select(0, pairs)
+        logits_PV = product(hidden_PH, head_VH.T)
+        weights = loss.new_zeros(steps) if weights_J is None else weights_J
+        _judge[(len(pairs),)](
+            logits_PV, probs_MV, layout.labels_P[own], truth_T[layout.truth_P[own]], pairs, weights, loss, hits,
+            chunk.m0, count, vocab, 1.0 / options.temperature, options.lk_eta, _MODES[options.name], blocks,
+            num_warps=8,
+        )  # fmt: skip
+        if grad is not None:
+            grad.index_copy_(0, pairs, product(logits_PV, head_VH))
+        if grad_head is not None:
+            add_product(grad_head, logits_PV.T, hidden_PH)
+    loss_JR, hits_JR = loss.view(steps, count), hits.view(steps, count)
+    rows_J = torch.bincount(layout.pairs_P // count, minlength=steps).float()
+    sums = StepSums(loss_JR.sum(1), rows_J, hits_JR.sum(1))
+    return LossPass(loss_JR, hits_JR, sums, None if grad is None else grad.view_as(hidden_JRH), grad_head)
+
+
+def _target_probs(objective: Objective, last_MH: Tensor, blocks: int) -> Tensor:
+    """The target's probabilities [M, V] of the draft's tokens.
+
+    Kept in the logits' dtype: a probability rounded to bfloat16 is closer than one of a rounded logit.
+    """
+    options, head = objective.loss, objective.target_head
+    full_lse = head.full_lse(last_MH, options.temperature) if options.needs_full_vocabulary else None
+    probs_MV: Tensor = head(last_MH)
+    lse = probs_MV if full_lse is None else full_lse
+    _softmax[(len(probs_MV),)](
+        probs_MV, lse, probs_MV.shape[1], 1.0 / options.temperature, full_lse is not None, blocks, num_warps=8
+    )
+    return probs_MV

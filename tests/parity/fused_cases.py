@@ -1,0 +1,109 @@
+"""The fused pass against the float64 reference, its kernels run by Triton's interpreter in float32.
+
+Not collected by name: `test_fused.py` runs this file in a process of its own, for Triton reads TRITON_INTERPRET when it
+is imported. Small on purpose: the interpreter takes milliseconds for every program of a kernel.
+"""
+
+import pytest
+import torch
+
+from draftsmith.core.fused.layout import lay_out
+from draftsmith.core.fused.objective import fused_loss, fused_matches
+from draftsmith.core.losses import LossOptions
+from draftsmith.core.replay import chain_matches
+
+STEPS, DECAY = 3, 0.8
+MASKS = [[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 0], [0, 0, 1], [1, 1, 1, 1, 1]]
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 128,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def agree(reference):
+    """Assert that loss, rows, matches and gradients (of 3 times the loss) are the reference's."""
+
+    def check(objective, batch, steps=STEPS, label_rows=4):
+        wanted = reference.reference_gradients(objective, batch, steps, DECAY)
+        layout = lay_out(batch, steps, label_rows, objective.draft.shape.sliding_window)
+        weights = DECAY ** torch.arange(steps) / torch.tensor(wanted.rows).clamp_min(1)
+        loss, sums = fused_loss(objective, batch, layout, weights, torch.float32)
+        (3.0 * loss).backward()
+        assert sums.rows_J.tolist() == wanted.rows
+        assert sums.hits_J.tolist() == wanted.hits
+        assert float(loss.detach()) == pytest.approx(wanted.loss, rel=1e-5, abs=1e-6)
+        total = float(sum(g.norm() ** 2 for g in wanted.gradients.values()) ** 0.5)
+        for name, parameter in objective.draft.named_parameters():
+            theirs = 3.0 * wanted.gradients[name]
+            if not parameter.requires_grad:
+                assert parameter.grad is None, name
+                continue
+            off = float((parameter.grad.double() - theirs).norm())
+            assert off <= 2e-4 * float(theirs.norm()) + 1e-6 * total, (name, off, float(theirs.norm()))
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"norm_before_residual": True, "norm_output": True, "fc_norm": True, "num_aux": 4},
+        {"norm_before_fc": True, "num_kv_heads": 4, "draft_vocab_size": 40},
+        {"norm_output": True, "rope": YARN, "sliding_window": 3, "num_kv_heads": 1},
+        {"norm_before_residual": True, "own_embedding": True, "sliding_window": 1},
+    ],
+    ids=str,
+)
+def test_every_option_equals_the_reference(agree, make_objective, make_batch, values):
+    agree(make_objective(head_dim=16, **values), make_batch(MASKS, num_aux=values.get("num_aux", 3)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [LossOptions("soft_ce_full", 1.5), LossOptions("kl"), LossOptions("lk_alpha"), LossOptions("lk_lambda", 0.7)],
+    ids=lambda o: o.name,
+)
+def test_every_loss_equals_the_reference(agree, make_objective, make_batch, loss):
+    agree(make_objective(loss, head_dim=16), make_batch(MASKS[:2]), steps=2)
+
+
+def test_tiles_that_cross_documents_and_are_not_full(agree, make_objective, make_batch):
+    """More rows than a tile has, documents that begin inside one, a reply of one token, one chunk of labels a row."""
+    masks = [[0] * 70 + [1] * 75, [0, 0, 1], [0] * 9 + [1] * 11 + [0] * 3 + [1] + [0] + [1] * 5]
+    agree(make_objective(head_dim=16, num_heads=2, num_kv_heads=1), make_batch(masks), steps=2, label_rows=50)
+
+
+def test_a_frozen_head_gets_no_gradient(agree, make_objective, make_batch):
+    objective = make_objective(head_dim=16)
+    objective.draft.lm_head.requires_grad_(False)
+    agree(objective, make_batch(MASKS[:1]))
+
+
+@pytest.mark.parametrize("masks", [[], [[0, 0, 0]], [[0, 1]]], ids=["no documents", "no reply", "one-token reply"])
+def test_a_batch_without_supervised_rows_still_reaches_every_parameter(make_objective, make_batch, masks):
+    objective, batch = make_objective(head_dim=16), make_batch(masks)
+    loss, sums = fused_loss(objective, batch, lay_out(batch, STEPS, 4), torch.ones(STEPS), torch.float32)
+    loss.backward()
+    assert sums.rows_J.tolist() == [0] * STEPS
+    assert all(p.grad is not None and not p.grad.any() for p in objective.draft.parameters())
+
+
+def test_losses_stay_finite_for_huge_states(make_objective, make_batch):
+    objective, batch = make_objective(LossOptions("lk_lambda"), head_dim=16), make_batch(MASKS[:2])
+    batch.aux_TAH.mul_(1e4)
+    batch.last_MH.mul_(1e4)
+    loss, _ = fused_loss(objective, batch, lay_out(batch, STEPS, 4), torch.ones(STEPS), torch.float32)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in objective.draft.parameters())
+
+
+def test_replay_finds_the_same_matches(make_objective, make_batch):
+    objective, batch = make_objective(head_dim=16), make_batch(MASKS)
+    leading, sums = fused_matches(objective, batch, lay_out(batch, STEPS, 4), torch.float32)
+    wanted, wanted_sums = chain_matches(objective, batch, STEPS)
+    assert leading.tolist() == wanted.tolist()
+    assert sums.hits_J.tolist() == wanted_sums.hits_J.tolist()
+    torch.testing.assert_close(sums.loss_J, wanted_sums.loss_J)

@@ -1,0 +1,129 @@
+"""The fused pass: its host side here, its kernels in Triton's interpreter (`fused_cases.py`), and on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+def test_the_kernels_in_tritons_interpreter():
+    """In a process of its own: what imported Triton before has its kernels compiled."""
+    cases = Path(__file__).with_name("fused_cases.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_hold_what_every_row_sees(make_batch, seed):
+    """Every key a row sees is in its tile's range; in the part that is not masked, every row sees every key."""
+    from draftsmith.core.fused import tiles
+    from draftsmith.core.fused.layout import lay_out
+
+    rng = np.random.default_rng(seed)
+    masks = [(rng.random(n) < rng.random()).astype(int).tolist() for n in rng.integers(1, 400, size=rng.integers(1, 6))]
+    window, steps = [None, 1, 5, 90][seed % 4], int(rng.integers(1, 8))
+    layout = lay_out(make_batch(masks), steps, 7, window)
+    rows, documents = layout.rows_R.numpy(), layout.documents_R.numpy()
+    keys = np.arange(len(layout.row_of_T))
+
+    def seen(ahead):
+        looked = keys[None] + (window or 10**9) > rows[:, None] + ahead
+        return (keys[None] >= documents[:, None]) & (keys[None] <= rows[:, None]) & looked
+
+    sometimes, always = seen(0), seen(steps - 1)
+    for tile, ranges in ((tiles.FORWARD, layout.forward_tiles), (tiles.GRAD_Q, layout.grad_q_tiles)):
+        assert len(ranges) == -(-len(rows) // tile.rows)
+        for i, (first, whole, rest, end) in enumerate(ranges.tolist()):
+            mine = slice(i * tile.rows, (i + 1) * tile.rows)
+            assert first <= whole <= rest <= end
+            assert (rest - whole) % tile.keys == 0
+            assert not sometimes[mine, :first].any() and not sometimes[mine, end:].any()
+            assert always[mine, whole:rest].all()
+    for i, (first, whole, rest, end) in enumerate(layout.grad_kv_tiles.tolist()):
+        mine = slice(i * tiles.GRAD_KV.keys, (i + 1) * tiles.GRAD_KV.keys)
+        assert first <= whole <= rest <= end
+        assert (rest - whole) % tiles.GRAD_KV.rows == 0
+        assert not sometimes[:first, mine].any() and not sometimes[end:, mine].any()
+        assert always[whole:rest, mine].all()
+
+
+def test_chunks_hold_every_pair_once(make_batch):
+    from draftsmith.core.fused.layout import lay_out
+
+    batch = make_batch([[0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 1, 1], [0, 0]])
+    layout = lay_out(batch, 3, 2)
+    assert [c.p0 for c in layout.chunks] == [0, *[c.p1 for c in layout.chunks][:-1]]
+    assert layout.chunks[-1].p1 == len(layout.pairs_P)
+    pairs = []
+    for chunk in layout.chunks:
+        for p in range(chunk.p0, chunk.p1):
+            step, row = divmod(int(layout.pairs_P[p]), layout.num_rows)
+            label = int(batch.last_rows_M[layout.labels_P[p]])
+            assert chunk.m0 <= layout.labels_P[p] < chunk.m1
+            assert label == int(layout.rows_R[row]) + step + 1
+            assert int(layout.truth_P[p]) == label + 1
+            pairs.append((step, int(layout.rows_R[row])))
+    # By hand: replies x2..x5 and x7, x9..x11; step j needs j + 1 reply tokens after the row.
+    assert sorted(pairs) == [(0, 1), (0, 2), (0, 3), (0, 8), (0, 9), (1, 1), (1, 2), (1, 8), (2, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"head_dim": 128, "num_kv_heads": 4},
+        {"norm_output": True, "norm_before_residual": True, "fc_norm": True, "sliding_window": 100},
+        {"norm_before_fc": True, "num_aux": 4, "draft_vocab_size": 40, "own_embedding": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_on_a_gpu(make_objective, make_batch, values, seed):
+    """Float32 agrees with eager float32; bfloat16 is no further from it than eager bfloat16 is; bits repeat."""
+    from draftsmith.core.fused.layout import lay_out
+    from draftsmith.core.fused.objective import fused_loss
+
+    rng, steps, cuda = np.random.default_rng(seed), 5, torch.device("cuda")
+    lengths = [3, 5000, 9, 700, 1, int(rng.integers(50, 3000))]
+    masks = [(rng.random(n) < 0.95).astype(int).tolist() for n in lengths] + [[0] * 40, [0] * 20 + [1]]
+    objective = make_objective(**{"head_dim": 64, "seed": seed, **values}).to(cuda)
+    batch = make_batch(masks, num_aux=values.get("num_aux", 3))
+    layout = lay_out(batch, steps, 900, values.get("sliding_window")).to(cuda)
+    batch = batch.to(cuda)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+    def run(fused, dtype):
+        objective.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            weights = 0.8 ** torch.arange(steps, device=cuda) / layout.num_rows
+            if fused:
+                loss, _ = fused_loss(objective, batch, layout, weights, dtype)
+            else:
+                loss = (weights * objective(batch, steps).loss_J).sum()
+        loss.backward()
+        return {n: p.grad.clone() for n, p in objective.draft.named_parameters()}
+
+    def error(mine, wanted):
+        return {n: float((mine[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted}
+
+    wanted = run(False, torch.float32)
+    assert max(error(run(True, torch.float32), wanted).values()) < 1e-3
+    half, eager = run(True, torch.bfloat16), error(run(False, torch.bfloat16), wanted)
+    for name, off in error(half, wanted).items():
+        assert off < 1.2 * eager[name] + 2e-3, (name, off, eager[name])
+    again = run(True, torch.bfloat16)
+    assert all(torch.equal(half[n], again[n]) for n in half)

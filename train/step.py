@@ -1,0 +1,103 @@
+"""What one training step computes: the eager unroll, or the fused pass where there is a GPU for it."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.core.batch import Batch
+from draftsmith.core.config import TrainConfig
+from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.errors import UserError
+from draftsmith.core.objective import Objective, StepSums
+from draftsmith.core.replay import chain_matches
+
+if TYPE_CHECKING:
+    from draftsmith.core.fused.layout import Layout
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch, and where the fused pass puts its rows (None for the eager one)."""
+
+    batch: Batch
+    layout: "Layout | None"
+
+    def to(self, device: torch.device) -> "Work":
+        """The same work on a device."""
+        return Work(self.batch.to(device), None if self.layout is None else self.layout.to(device))
+
+
+class TrainingStep(nn.Module):
+    """The objective as a module whose forward is the loss of one batch; what is wrapped for several processes."""
+
+    def __init__(self, objective: Objective, config: TrainConfig, fused_dtype: torch.dtype | None) -> None:
+        """Choose the pass.
+
+        Args:
+            objective: draft, target head, loss.
+            config: steps and sizes.
+            fused_dtype: dtype of the fused pass's products; None: the eager unroll.
+        """
+        super().__init__()
+        self.objective, self.config, self.fused_dtype = objective, config, fused_dtype
+
+    def lay_out(self, batch: Batch) -> Work:
+        """What can be prepared on the host, while the GPU works on the batch before."""
+        if self.fused_dtype is None:
+            return Work(batch, None)
+        from draftsmith.core.fused.layout import lay_out
+
+        shape, steps = self.objective.draft.shape, self.config.ttt_steps
+        # All J steps of a chunk's label rows have their logits held at once, in two bytes each.
+        label_rows = max(1, self.config.logits_bytes // (2 * steps * shape.draft_vocab_size))
+        return Work(batch, lay_out(batch, steps, label_rows, shape.sliding_window))
+
+    def forward(self, work: Work, weights_J: Tensor) -> tuple[Tensor, StepSums]:
+        """sum_j weights[j] * (loss sum of step j), and every step's sums.
+
+        Args:
+            work: on the device.
+            weights_J: float32: what a row's loss weighs at every step.
+        """
+        if self.fused_dtype is not None and work.layout is not None:
+            from draftsmith.core.fused.objective import fused_loss
+
+            return fused_loss(self.objective, work.batch, work.layout, weights_J, self.fused_dtype)
+        sums: StepSums = self.objective(work.batch, self.config.ttt_steps)
+        return (weights_J * sums.loss_J).sum(), replace(sums, loss_J=sums.loss_J.detach())
+
+    def matches(self, work: Work) -> tuple[Tensor, StepSums]:
+        """Leading matches of every row, for replay, by the same pass."""
+        if self.fused_dtype is not None and work.layout is not None:
+            from draftsmith.core.fused.objective import fused_matches
+
+            return fused_matches(self.objective, work.batch, work.layout, self.fused_dtype)
+        return chain_matches(self.objective, work.batch, self.config.ttt_steps)
+
+
+def fused_dtype(config: TrainConfig, shape: DraftShape, device: torch.device, half: bool) -> torch.dtype | None:
+    """Dtype of the fused pass's products, or None where training is eager.
+
+    Args:
+        config: `kernels` decides; auto is fused on a GPU where the draft's heads fit its tiles.
+        shape: of the draft.
+        device: that is trained on.
+        half: whether products are in bfloat16.
+
+    Raises:
+        UserError: `kernels: fused` where the pass cannot run.
+    """
+    fits = shape.head_dim in (16, 32, 64, 128)
+    if config.kernels == "eager" or (config.kernels == "auto" and not (fits and half and device.type == "cuda")):
+        return None
+    if device.type != "cuda":
+        raise UserError("train.kernels is fused, and there is no GPU here.", "Set train.kernels to auto.")
+    if not fits:
+        raise UserError(
+            f"train.kernels is fused, and the draft's head_dim is {shape.head_dim}; the kernels are built for 16, 32, "
+            "64 or 128.",
+            "Set draft.head_dim to one of these, or train.kernels to eager.",
+        )
+    return torch.bfloat16 if half else torch.float32
