@@ -78,7 +78,7 @@ def test_a_rope_with_wrong_parameters_is_refused(rope, said):
 
 @pytest.mark.parametrize("factor", [0.01, 0.2])
 def test_an_odd_or_empty_rotated_part_is_refused(factor):
-    assert "that must be an even number" in refusal(partial_rotary_factor=factor)
+    assert "rotary embeddings need an even one" in refusal(partial_rotary_factor=factor)
 
 
 def test_yarn_scales_attention():
