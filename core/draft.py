@@ -40,14 +40,30 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width_in, shape.num_kv_heads * d, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * d, shape.hidden_size, bias=False)
 
-    def query(self, x_R2H: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """[R, N, D], rotated."""
-        return _rotate(self.q_proj(x_R2H).unflatten(-1, (-1, self.head_dim)), rope)
+    def embedding_half(self, embed_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the normed embedding adds to queries [R, N D], keys and values [R, G D], before rotation.
 
-    def key_value(self, x_R2H: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        The input is [embedding; feature], so a projection is the sum of two halves, and this one depends on the token
+        alone: it is made once for every packed token and serves all steps that meet it.
+        """
+        size = embed_RH.shape[-1]
+        q, k, v = (F.linear(embed_RH, p.weight[:, :size]) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
+    def query(self, embed_q_RO: Tensor, feature_RH: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """[R, N, D], rotated."""
+        return _rotate(self._heads(self.q_proj, embed_q_RO, feature_RH), rope)
+
+    def key_value(
+        self, embed_k_RO: Tensor, embed_v_RO: Tensor, feature_RH: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """[R, G, D] each; keys rotated."""
-        k_RGD = self.k_proj(x_R2H).unflatten(-1, (-1, self.head_dim))
-        return _rotate(k_RGD, rope), self.v_proj(x_R2H).unflatten(-1, (-1, self.head_dim))
+        k_RGD = self._heads(self.k_proj, embed_k_RO, feature_RH)
+        return _rotate(k_RGD, rope), self._heads(self.v_proj, embed_v_RO, feature_RH)
+
+    def _heads(self, projection: nn.Linear, embed_RO: Tensor, feature_RH: Tensor) -> Tensor:
+        whole_RO = embed_RO + F.linear(feature_RH, projection.weight[:, feature_RH.shape[-1] :])
+        return whole_RO.view(len(whole_RO), projection.out_features // self.head_dim, self.head_dim)
 
 
 class MLP(nn.Module):
@@ -76,11 +92,10 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(h, eps)
         self.self_attn, self.mlp = Attention(shape), MLP(shape)
 
-    def before_attention(self, embed_RH: Tensor, feature_RH: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention input [R, 2H] (embedding first) and the residual branch [R, H]."""
-        normed = self.hidden_norm(feature_RH)
-        x_R2H = torch.cat([self.input_layernorm(embed_RH), normed], dim=-1)
-        return x_R2H, normed if self.norm_before_residual else feature_RH
+    def before_attention(self, feature_RH: Tensor) -> tuple[Tensor, Tensor]:
+        """The feature's half of the attention input and the residual branch, [R, H] each."""
+        normed_RH = self.hidden_norm(feature_RH)
+        return normed_RH, normed_RH if self.norm_before_residual else feature_RH
 
     def after_attention(self, mixed_RND: Tensor, residual_RH: Tensor) -> Tensor:
         """The layer's output before the final norm, [R, H]."""

@@ -97,7 +97,7 @@ def resolve_shape(config: DraftConfig, target: Target, num_aux: int, draft_vocab
     )
     if shape.rotary_dim % 2 or not shape.rotary_dim:
         raise UserError(
-            f"{shape.rotary_dim} of a head's {head_dim} values would be rotated; that must be an even number.",
+            f"draft.head_dim is {head_dim}, {shape.rotary_dim} of it rotated; rotary embeddings need an even one.",
             "Set draft.head_dim, or draft.partial_rotary_factor.",
         )
     return shape

@@ -64,14 +64,18 @@ def row_losses(options: LossOptions, logits_RV: Tensor, target_RV: Tensor, full_
     Returns:
         float32 [R].
     """
-    z_RV = (logits_RV.float() / options.temperature).clamp_min(LEAST_LOGIT)
-    y_RV = (target_RV.float() / options.temperature).clamp_min(LEAST_LOGIT)
+    z_RV, y_RV = (_tempered(x_RV.float(), options.temperature) for x_RV in (logits_RV, target_RV))
     return LOSSES[options.name](z_RV, y_RV, full_lse_R, options)
+
+
+def _tempered(x_RV: Tensor, temperature: float) -> Tensor:
+    # A division by one would be a pass over all logits, and another one backwards.
+    return (x_RV if temperature == 1.0 else x_RV / temperature).clamp_min(LEAST_LOGIT)
 
 
 def soft_ce(z_RV: Tensor, y_RV: Tensor, full_lse_R: Tensor | None, options: LossOptions) -> Tensor:
     """Soft cross-entropy -sum_v r_v log q_v. Gradient in z: q - r."""
-    return z_RV.logsumexp(-1) - (y_RV.softmax(-1) * z_RV).sum(-1)
+    return -(y_RV.softmax(-1) * z_RV.log_softmax(-1)).sum(-1)
 
 
 def soft_ce_full(z_RV: Tensor, y_RV: Tensor, full_lse_R: Tensor | None, options: LossOptions) -> Tensor:
@@ -79,8 +83,7 @@ def soft_ce_full(z_RV: Tensor, y_RV: Tensor, full_lse_R: Tensor | None, options:
 
     Gradient in z: (sum_u p_u) q - p.
     """
-    p_RV = _log_p(y_RV, full_lse_R).exp()
-    return p_RV.sum(-1) * z_RV.logsumexp(-1) - (p_RV * z_RV).sum(-1)
+    return -(_log_p(y_RV, full_lse_R).exp() * z_RV.log_softmax(-1)).sum(-1)
 
 
 def kl(z_RV: Tensor, y_RV: Tensor, full_lse_R: Tensor | None, options: LossOptions) -> Tensor:

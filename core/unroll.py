@@ -79,12 +79,15 @@ def unroll(draft: DraftModel, batch: Batch, steps: int) -> Iterator[Step]:
     runs_T = reply_runs(batch)
     rows_R = (runs_T >= 2).nonzero().squeeze(1)
 
-    # Step 1: keys and values of every row, the rest only where it is needed.
-    # The last row of a document gets a stranger; no supervised row sees its key.
-    next_ids_T = batch.input_ids_T.roll(-1)
-    x_T2H, residual_TH = layer.before_attention(draft.embed(next_ids_T), draft.fuse(batch.aux_TAH))
-    k_TGD, v_TGD = attention.key_value(x_T2H, draft.rope(batch.positions_T))
-    q_RND = attention.query(x_T2H[rows_R], draft.rope(batch.positions_T[rows_R]))
+    embed_TH = layer.input_layernorm(draft.embed(batch.input_ids_T))
+    embed_q_TO, embed_k_TO, embed_v_TO = attention.embedding_half(embed_TH)
+    # Step 1: keys and values of every row, the rest only where it is needed. The last row of a document gets a stranger
+    # for its next token; no supervised row sees its key.
+    normed_TH, residual_TH = layer.before_attention(draft.fuse(batch.aux_TAH))
+    k_TGD, v_TGD = attention.key_value(
+        embed_k_TO.roll(-1, 0), embed_v_TO.roll(-1, 0), normed_TH, draft.rope(batch.positions_T)
+    )
+    q_RND = attention.query(_rows(embed_q_TO, rows_R + 1), normed_TH[rows_R], draft.rope(batch.positions_T[rows_R]))
     residual_RH = residual_TH[rows_R]
     feature_RH = residual_RH  # step 1 has no earlier output; from step 2 on, the step before's
     own: list[tuple[Tensor, Tensor]] = []  # keys and values [R, G, D] of steps 2..j
@@ -95,14 +98,21 @@ def unroll(draft: DraftModel, batch: Batch, steps: int) -> Iterator[Step]:
             rows_R, feature_RH = rows_R[keep], feature_RH[keep]
             own = [(k[keep], v[keep]) for k, v in own]
             rope = draft.rope(batch.positions_T[rows_R] + j - 1)
-            x_R2H, residual_RH = layer.before_attention(draft.embed(batch.input_ids_T[rows_R + j]), feature_RH)
-            q_RND = attention.query(x_R2H, rope)
-            own.append(attention.key_value(x_R2H, rope))
+            normed_RH, residual_RH = layer.before_attention(feature_RH)
+            q_RND = attention.query(_rows(embed_q_TO, rows_R + j), normed_RH, rope)
+            own.append(
+                attention.key_value(_rows(embed_k_TO, rows_R + j), _rows(embed_v_TO, rows_R + j), normed_RH, rope)
+            )
         mixed_RND = attend(q_RND, k_TGD, v_TGD, own, rows_R, batch.offsets, draft.shape.sliding_window)
         output_RH = layer.after_attention(mixed_RND, residual_RH)
         hidden_RH = draft.norm(output_RH)
         yield Step(j, rows_R, hidden_RH)
         feature_RH = hidden_RH if draft.shape.norm_output else output_RH
+
+
+def _rows(x_TO: Tensor, rows_R: Tensor) -> Tensor:
+    """`x_TO[rows_R]`, whose backward pass on a CPU is several times faster."""
+    return x_TO.index_select(0, rows_R)
 
 
 def attend(

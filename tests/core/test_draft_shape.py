@@ -78,7 +78,7 @@ def test_a_rope_with_wrong_parameters_is_refused(rope, said):
 
 @pytest.mark.parametrize("factor", [0.01, 0.2])
 def test_an_odd_or_empty_rotated_part_is_refused(factor):
-    assert "that must be an even number" in refusal(partial_rotary_factor=factor)
+    assert "rotary embeddings need an even one" in refusal(partial_rotary_factor=factor)
 
 
 def test_yarn_scales_attention():
@@ -108,8 +108,9 @@ def test_rotated_queries_equal_vllms(rope, partial):
     draft = DraftModel(shape, torch.empty(shape.vocab_size, shape.hidden_size))
     positions = torch.tensor([0, 1, 7, 300, 1023, 2047])
     x = torch.randn(len(positions), 2 * shape.hidden_size)
-    ours = draft.midlayer.self_attn.query(x, draft.rope(positions))
-    plain = draft.midlayer.self_attn.q_proj(x)
+    attention, (embed, feature) = draft.midlayer.self_attn, x.chunk(2, dim=-1)
+    ours = attention.query(attention.embedding_half(embed)[0], feature, draft.rope(positions))
+    plain = attention.q_proj(x)
     with set_current_vllm_config(VllmConfig()):
         layer = get_rope(shape.head_dim, shape.max_position_embeddings, True, shape.rope, dtype=torch.float32)
         theirs, _ = layer.forward_native(positions, plain.clone(), plain.clone())

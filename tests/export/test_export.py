@@ -39,7 +39,7 @@ def make_shape(**values):
 def make_checkpoint(tmp_path, shape):
     """A checkpoint of random weights whose draft vocabulary is every fourth id."""
     torch.manual_seed(0)
-    draft = DraftModel(shape, torch.empty(shape.vocab_size, shape.hidden_size))
+    draft = DraftModel(shape, torch.randn(shape.vocab_size, shape.hidden_size))
     for norm in (p for p in draft.parameters() if p.dim() == 1):
         torch.nn.init.uniform_(norm, 0.5, 1.5)
     full = shape.vocab_size == shape.draft_vocab_size
@@ -226,6 +226,18 @@ def test_a_sliding_window_is_where_vllm_looks_for_it():
     assert config["layer_types"] == ["sliding_attention"] and config["sliding_window"] == 32
     # Without one, neither key: vLLM would look for a window as soon as it finds layer_types.
     assert not {"layer_types", "sliding_window"} & export_config(make_shape(), [1, 2, 3], target_like()).keys()
+
+
+def test_transformers_reads_window_and_partial_rotary_as_they_were_meant(exported, tmp_path):
+    from transformers import AutoConfig
+
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+    shape = make_shape(sliding_window=32, rope={**rope, "partial_rotary_factor": 0.5})
+    _, tensors, config = exported(shape)
+    assert read_back(tmp_path / "export", tensors, config).shape == shape
+    read = AutoConfig.from_pretrained(tmp_path / "export")
+    assert read.layer_types == ["sliding_attention"] and read.sliding_window == 32
+    assert read.rope_parameters["partial_rotary_factor"] == 0.5
 
 
 def test_partial_rotary_is_there_in_both_spellings():
