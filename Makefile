@@ -26,7 +26,7 @@ STAGES := prepare capture train eval export
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo prepare capture train eval export summary doctor test test-gpu lint format clean
+.PHONY: help setup demo prepare capture train eval export summary doctor test test-gpu bench-train lint format clean
 
 help: ## This list.
 	@echo 'make TARGET [CONFIG=configs/x.yaml] [ARGS="section.key=value ... --fresh"]'
@@ -70,6 +70,10 @@ test: setup ## Every test that needs no GPU.
 
 test-gpu: setup ## The tests that need a GPU.
 	@$(PY_GPU) -m pytest -m gpu $(PYTEST_ARGS)
+
+bench-train: setup ## Training speed on this GPU: every cell of the table, and its plot (benchmarks/training).
+	@$(PY_GPU) benchmarks/training/table.py measure --out benchmarks/training/results/latest.jsonl
+	@$(PY_GPU) benchmarks/training/table.py draw benchmarks/training/results/latest.jsonl --png benchmarks/training/latest.png
 
 lint: setup ## ruff, mypy, and whether configs/schema.json is the schema's.
 	@$(PY) -m ruff check .

@@ -168,7 +168,7 @@ def test_layer_ids_out_of_range_are_refused_before_the_engine_makes_samples(
         ("capture", "data.max_length=63", "data.max_length is 64 there and 63 in the config"),
         ("prepare", "data.max_length=63", "data.max_length is 64 there and 63 in the config"),
         ("prepare", "run.seed=1", "seed is 0 there and 1"),
-        ("train", "draft.head_dim=15", "must be an even number"),
+        ("train", "draft.head_dim=15", "rotary embeddings need an even one"),
         ("export", "run.seed=0", "Run `draftsmith train`"),
     ],
 )
