@@ -14,7 +14,22 @@ from typing import Any
 from draftsmith.core.errors import UserError
 
 DEMO = "demo-prompts"
-Message = dict[str, str]
+# In OpenAI's chat form, as a client would send it: role; content (text, null or a list of parts); and where they
+# apply tool_calls, tool_call_id, name, reasoning_content.
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenTurn:
+    """A turn whose ids the source gives itself.
+
+    Attributes:
+        prompt_ids: everything the engine was given, earlier turns included.
+        reply_ids: what it emitted, its end token included; None: there is no reply yet.
+    """
+
+    prompt_ids: list[int]
+    reply_ids: list[int] | None
 
 
 @dataclass(frozen=True)
@@ -25,13 +40,21 @@ class Conversation:
         id: the line's own `id`, else file stem and line number.
         source: name of the source.
         place: `file, line n`, for messages.
-        messages: role and content of every turn; system, user and assistant only.
+        messages: every turn, as a client would send it; empty where `tokens` are given.
+        tools: tool definitions that go with the request.
+        author: who wrote the replies, as the row or the config says; None: nobody said.
+        finish_reasons: of the replies, in their order, where the row gives them.
+        tokens: turns of a pre-tokenised row.
     """
 
     id: str
     source: str
     place: str
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    author: str | None = None
+    finish_reasons: tuple[str, ...] = ()
+    tokens: tuple[TokenTurn, ...] = ()
 
     @property
     def user_turns(self) -> list[int]:
@@ -41,11 +64,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A line or sample that is not used: where it is, and why."""
+    """A line or sample that is not used: where it is, why, and of which source."""
 
     place: str
     reason: str
     detail: str
+    source: str = ""
 
 
 def source_file(path: str) -> Path:
@@ -86,7 +110,7 @@ def read_conversations(path: str, name: str | None = None) -> Iterator[Conversat
             raise UserError(f"{file}: not UTF-8 text ({error.reason}).", "Sources are JSONL files in UTF-8.") from None
 
 
-def render_prompt(tokenizer: Any, messages: list[dict[str, str]], place: str) -> list[int]:
+def render_prompt(tokenizer: Any, messages: list[Message], place: str) -> list[int]:
     """Ids of the chat template's render with its generation prompt, as vLLM's server makes them.
 
     Raises:
