@@ -11,6 +11,21 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "ignore"]
+# OpenAI's names and those of ShareGPT exports. Names of models are not among them: who they are, only the user knows.
+DEFAULT_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
 # Engine arguments that correctness rests on, and what to set instead.
 _SET_BY_US = {
     "model": "target.path",
@@ -74,10 +89,16 @@ class SourceConfig(Section):
     path: str = Field(
         "demo-prompts",
         min_length=1,
-        description="JSONL file, or the embedded set `demo-prompts` (576 chat prompts).",
+        description="JSONL, JSON or Parquet file, a folder of them, a Hugging Face data set (hf:owner/name), or the "
+        "embedded set `demo-prompts` (576 chat prompts).",
     )
     limit: PositiveInt | None = Field(None, description="Use at most this many conversations of the source.")
     weight: float = Field(1.0, gt=0.0, le=1.0, description="Share of the source's conversations to use, drawn by seed.")
+    author: str | None = Field(None, description="Who wrote the source's replies, where its rows do not say so.")
+    split: str = Field("train", description="Split of a Hugging Face data set.")
+    subset: str | None = Field(None, description="Its configuration; null: its only or default one.")
+    revision: str | None = Field(None, description="Its commit, tag or branch on the hub; null: the newest.")
+    streaming: bool = Field(False, description="Read it over the network row by row instead of downloading it first.")
 
 
 class SamplingConfig(Section):
@@ -87,22 +108,68 @@ class SamplingConfig(Section):
     max_tokens: int = Field(256, ge=2, description="Longest reply in tokens; one token leaves nothing to draft.")
 
 
+class DedupConfig(Section):
+    """Which conversations count as repeated; the first one is kept."""
+
+    exact: bool = Field(True, description="Drop conversations that are equal up to white space.")
+    near: bool = Field(
+        True,
+        description="Drop conversations whose user turns are nearly equal (MinHash). Set it to false where several "
+        "replies to one prompt are wanted.",
+    )
+    threshold: float = Field(0.8, gt=0.0, le=1.0, description="Jaccard similarity that counts as nearly equal.")
+    ngram: PositiveInt = Field(3, description="Words in a row that are compared as one.")
+    permutations: int = Field(128, ge=16, le=1024, description="MinHash permutations: more is slower and finer.")
+
+
+class ContaminationConfig(Section):
+    """Prompts of evaluation sets must not be trained on."""
+
+    sets: list[str] = Field(
+        default_factory=list, description="Sources that must not be trained on, beside `eval.sets`."
+    )
+    ngram: PositiveInt = Field(
+        13, description="Words in a row that must not be shared; shorter evaluation prompts count from half of it."
+    )
+    action: Literal["remove", "warn"] = Field(
+        "remove", description="remove: such conversations are dropped and listed; warn: they are listed and used."
+    )
+
+
 class DataConfig(Section):
     """Conversations -> samples that are token-exact as served."""
 
     sources: list[SourceConfig] = Field(default_factory=lambda: [SourceConfig()], min_length=1)
+    roles: dict[str, Role] = Field(
+        default_factory=dict,
+        description="Role names in the sources, over the built-in ones (human, gpt, ...); `ignore` leaves such "
+        "messages out. A row with a role that is not named is skipped.",
+    )
     replies: Literal["regenerate"] = Field(
         "regenerate",
         description="regenerate: the target answers every user turn; replies in the source are dropped.",
     )
     sampling: SamplingConfig = SamplingConfig()
-    max_length: int = Field(2048, ge=8, description="Longest sample in tokens, prompt and reply together.")
+    dedup: DedupConfig = DedupConfig()
+    contamination: ContaminationConfig = ContaminationConfig()
+    max_length: int = Field(2048, ge=8, description="Longest sample in tokens, prompt and replies together.")
+    too_long: Literal["reject", "truncate", "cut"] = Field(
+        "reject",
+        description="Of samples that are longer. reject: skip them; truncate: end them after the last whole reply "
+        "that fits; cut: also end a reply at max_length, as a server with that limit would (finish_reason `length`).",
+    )
     eval_share: float = Field(0.1, ge=0.0, lt=1.0, description="Share of conversations held out from training.")
     draft_vocab_size: PositiveInt | None = Field(
         8192,
-        description="Tokens the draft can propose, the replies' most frequent ones; null: the full vocabulary.",
+        description="Tokens the draft can propose, the replies' most frequent ones; null: the full vocabulary. "
+        "Multiples of 128 are the fastest.",
     )
     max_skip_share: Share = Field(0.05, description="A larger share of unusable rows stops `prepare`.")
+
+    @field_validator("roles")
+    @classmethod
+    def _with_the_usual_ones(cls, given: dict[str, Role]) -> dict[str, Role]:
+        return {**DEFAULT_ROLES, **given}
 
 
 class ProbeConfig(Section):
