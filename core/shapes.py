@@ -226,7 +226,7 @@ def _finish_reasons(row: dict[str, Any]) -> tuple[str, ...]:
 def _ids(given: Any, key: str) -> list[int]:
     if not isinstance(given, list) or not given:
         raise _OddRow("no_token_ids", f"`{key}` is {'empty' if given == [] else 'no list'}")
-    if any(type(i) is not int or i < 0 for i in given):
+    if set(map(type, given)) != {int} or min(given) < 0:  # a bool is no id, and a million rows are many
         raise _OddRow("bad_token_ids", f"`{key}` holds something that is no token id")
     return given
 

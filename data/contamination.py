@@ -63,13 +63,12 @@ class Contamination:
             return None
         for text in self._texts(conversation):
             words = word_hashes(text, signs=False)
-            for n, hashes in ngram_hashes(words, max(self._grams, default=0)):
-                if n in self._grams:
-                    known, places = self._grams[n]
-                    at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-                    hits = np.flatnonzero(known[at] == hashes)
-                    if len(hits):
-                        return f"{n} words in a row of {self._places[places[at[hits[0]]]]}"
+            for n, hashes in ngram_hashes(words, self._grams):
+                known, places = self._grams[n]
+                at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+                hits = np.flatnonzero(known[at] == hashes)
+                if len(hits):
+                    return f"{n} words in a row of {self._places[places[at[hits[0]]]]}"
         self._minhash.hashvalues = signature
         for i in self._near.query(self._minhash):
             if (self._signatures[i] == signature).mean() >= self._threshold:
@@ -91,9 +90,8 @@ class Contamination:
         words = word_hashes(text, signs=False)
         if len(words) * 2 < self._longest:
             return  # a few common words: only a prompt that is nearly equal gives it away
-        for n, hashes in ngram_hashes(words, self._longest):
-            if n == min(self._longest, len(words)):
-                found.setdefault(n, {}).update(dict.fromkeys(hashes.tolist(), number))
+        for n, hashes in ngram_hashes(words, [min(self._longest, len(words))]):
+            found.setdefault(n, {}).update(dict.fromkeys(hashes.tolist(), number))
 
 
 def contamination_sets(config: Config) -> list[str]:

@@ -27,9 +27,8 @@ def content_key(conversation: Conversation, replies: bool) -> int:
         replies: whether the replies count, or only what is asked.
     """
     if conversation.tokens:
-        said: list[object] = [(t.prompt_ids, t.reply_ids if replies else None) for t in conversation.tokens]
-    else:
-        said = [_normal(m) for m in conversation.messages if replies or m["role"] != "assistant"]
+        return _hash(repr([(t.prompt_ids, t.reply_ids if replies else None) for t in conversation.tokens]))
+    said = [_normal(m) for m in conversation.messages if replies or m["role"] != "assistant"]
     return _hash(json.dumps([said, conversation.tools], sort_keys=True))
 
 

@@ -85,7 +85,7 @@ class _Reader:
         self.openings.append(opening_key(row))
 
     def _outside_vocabulary(self, row: Conversation) -> Skipped | None:
-        highest = max((i for t in row.tokens for i in (*t.prompt_ids, *(t.reply_ids or ()))), default=-1)
+        highest = max((max(ids) for t in row.tokens for ids in (t.prompt_ids, t.reply_ids) if ids), default=-1)
         if highest < self._vocab_size:
             return None
         return skipped(row, "bad_token_ids", f"id {highest}, and the target has {self._vocab_size} tokens")

@@ -5,7 +5,7 @@ Legend: N conversations, P permutations, W words.
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,18 +41,16 @@ def word_hashes(text: str, signs: bool = True) -> np.ndarray:
     return np.fromiter((zlib.crc32(word.encode()) for word in found), dtype=np.uint64, count=len(found))
 
 
-def ngram_hashes(words: np.ndarray, longest: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(n, uint64 [W - n + 1]) for n = 1 .. min(longest, W): a hash of every n words in a row."""
-    hashes: np.ndarray = np.zeros(len(words), dtype=np.uint64)
-    for n in range(1, min(longest, len(words)) + 1):
-        hashes = (hashes if n == 1 else hashes[:-1]) * _MULTIPLIER + (words[n - 1 :] + np.uint64(1))
-        yield n, _mixed(hashes)
-
-
-def _mixed(hashes: np.ndarray) -> np.ndarray:
-    mixed = (hashes ^ (hashes >> np.uint64(31))) * _MIX
-    out: np.ndarray = mixed ^ (mixed >> np.uint64(29))
-    return out
+def ngram_hashes(words: np.ndarray, sizes: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """(n, uint64 [W - n + 1]) for every n of `sizes` up to W, ascending: a hash of every n words in a row."""
+    hashes: np.ndarray = words + np.uint64(1)
+    plus_one = hashes
+    for n in range(1, min(max(sizes, default=0), len(words)) + 1):
+        if n > 1:
+            hashes = hashes[:-1] * _MULTIPLIER + plus_one[n - 1 :]
+        if n in sizes:
+            mixed = (hashes ^ (hashes >> np.uint64(31))) * _MIX
+            yield n, mixed ^ (mixed >> np.uint64(29))
 
 
 class Signer:
@@ -65,10 +63,9 @@ class Signer:
     def sign(self, words: np.ndarray) -> np.ndarray:
         """uint32 [P]: the signature of a prompt; of fewer words than an n-gram holds, of all of them as one."""
         self._minhash.clear()
-        grams: np.ndarray = words
-        for _, grams in ngram_hashes(words, self._ngram):  # noqa: B007 - the last is wanted
-            pass
-        grams = grams >> np.uint64(32)
+        grams = words
+        for _, hashes in ngram_hashes(words, [min(self._ngram, len(words))]):
+            grams = hashes >> np.uint64(32)
         for start in range(0, len(grams), _AT_ONCE):
             self._minhash.update_batch(grams[start : start + _AT_ONCE].tolist())
         signature: np.ndarray = self._minhash.hashvalues.astype(np.uint32)

@@ -184,7 +184,7 @@ def test_token_ids_are_compared_as_words_are():
 def test_ngrams_of_equal_words_are_equal_and_of_others_are_not(words, longest):
     array = np.array(words, dtype=np.uint64)
     seen = {}
-    for n, hashes in ngram_hashes(array, longest):
+    for n, hashes in ngram_hashes(array, range(1, longest + 1)):
         assert len(hashes) == len(words) - n + 1
         for i, value in enumerate(hashes.tolist()):
             assert seen.setdefault(value, tuple(words[i : i + n])) == tuple(words[i : i + n])
