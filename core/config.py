@@ -275,7 +275,7 @@ class EvalConfig(Section):
     concurrency: list[PositiveInt] = Field(default_factory=lambda: [1], min_length=1, description="Requests in flight.")
     sets: list[str] = Field(
         default_factory=list,
-        description="JSONL files (`messages` or `prompt`); the held-out samples are always a set.",
+        description="Sources of prompts, as in `data.sources`; the held-out samples are always a set.",
     )
     max_prompts: PositiveInt | None = Field(None, description="Prompts served per set; null: all.")
     bootstrap: PositiveInt = Field(1000, description="Bootstrap draws of the confidence intervals.")

@@ -99,10 +99,10 @@ def _rows(source: SourceConfig) -> Iterator[_Raw]:
         kind = _kind(file)
         if kind == ".parquet":
             rows = _parquet(file)
-        elif kind in _LINES or not _is_array(file):
-            rows = _lines(file)
+        elif kind == ".json" and (start := _json_kind(file)) != "lines":
+            rows = _array(file) if start == "array" else _document(file)
         else:
-            rows = _array(file)
+            rows = _lines(file)
         for place, key, row in rows:
             yield place, prefix + key, row
 
@@ -117,7 +117,7 @@ def _files(path: str) -> list[Path]:
         return [Path(str(files("draftsmith.data").joinpath("prompts/demo.jsonl")))]
     place = Path(path).expanduser()
     if place.is_dir():
-        found = sorted(f for f in place.rglob("*") if f.is_file() and _kind(f) in _KINDS)
+        found = sorted(f for f in place.rglob("*") if f.is_file() and _kind(f) in _KINDS and not _hidden(f, place))
         if not found:
             raise UserError(
                 f"data source `{path}`: the folder holds no {', '.join(_KINDS)} file.",
@@ -130,6 +130,10 @@ def _files(path: str) -> list[Path]:
             f"Check data.sources / eval.sets, or use the embedded `{DEMO}`.",
         )
     return [place]
+
+
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _stem(file: Path) -> str:
@@ -172,10 +176,20 @@ def _parse(line: bytes, place: str) -> Any:
         return Skipped(place, "not_json", str(error))
 
 
-def _is_array(file: Path) -> bool:
-    """Whether a .json file holds one array; many that are called so hold an object a line."""
+def _json_kind(file: Path) -> str:
+    """`array`, `lines` (many files called .json hold an object a line) or `document`, by how a .json file begins."""
     with reading(file, "Mend or replace the file."), _open(file) as data:
-        return data.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+        if data.read(_CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+            return "array"  # possibly all of it on one line
+    with _open(file) as data:
+        line = next((line for line in data if line.strip()), b"").removeprefix(b"\xef\xbb\xbf")
+        return "lines" if not line or not isinstance(_parse(line, ""), Skipped) else "document"
+
+
+def _document(file: Path) -> Iterator[_Raw]:
+    """The one row of a .json file that is an object over many lines."""
+    with reading(file, "Mend or replace the file."), _open(file) as data:
+        yield str(file), "0000001", _parse(data.read(), str(file))
 
 
 def _array(file: Path) -> Iterator[_Raw]:

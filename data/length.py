@@ -2,14 +2,20 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import NamedTuple
 
 from draftsmith.core.config import DataConfig
-from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.data.rows import Row
-from draftsmith.data.tally import skipped
 
 
-def fit(row: Row, config: DataConfig, end_ids: Collection[int], conversation: Conversation) -> Row | Skipped:
+class Unfit(NamedTuple):
+    """Why a row is no sample."""
+
+    reason: str
+    detail: str
+
+
+def fit(row: Row, config: DataConfig, end_ids: Collection[int]) -> Row | Unfit:
     """The row, or as much of it as is a sample in its own right, or the reason why it is none.
 
     Ids and spans are cut together, and only where a server's own output could have ended: after a whole reply
@@ -20,11 +26,10 @@ def fit(row: Row, config: DataConfig, end_ids: Collection[int], conversation: Co
         row: as rendered or regenerated.
         config: `max_length` and `too_long`.
         end_ids: tokens that end a turn.
-        conversation: that the row is of.
     """
     longest = config.max_length
     if len(row.input_ids) > longest and config.too_long == "reject":
-        return skipped(conversation, "too_long", f"{len(row.input_ids)} tokens, data.max_length {longest}")
+        return Unfit("too_long", f"{len(row.input_ids)} tokens, data.max_length {longest}")
     if len(row.input_ids) > longest:
         spans = [span for span in row.loss_spans if span[1] <= longest]
         end = spans[-1][1] if spans else 0
@@ -33,8 +38,8 @@ def fit(row: Row, config: DataConfig, end_ids: Collection[int], conversation: Co
         if crossing and config.too_long == "cut":
             spans, end, finish = [*spans, (crossing[0], longest)], longest, "length"
         if not spans:
-            return skipped(conversation, "too_long", f"no reply of turn {row.turn} ends within {longest} tokens")
+            return Unfit("too_long", f"no reply of turn {row.turn} ends within {longest} tokens")
         row = replace(row, input_ids=row.input_ids[:end], loss_spans=spans, finish_reason=finish)
     if max(b - a for a, b in row.loss_spans) < 2:
-        return skipped(conversation, "reply_too_short", "one token or none: nothing to draft")
+        return Unfit("reply_too_short", "one token or none: nothing to draft")
     return row

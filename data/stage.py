@@ -27,11 +27,11 @@ from draftsmith.core.vocab import VocabMapping, build_mapping, save_mapping
 from draftsmith.data.contamination import contamination_sets
 from draftsmith.data.disk_list import DiskList
 from draftsmith.data.inputs import Inputs, read_inputs, source_names
-from draftsmith.data.length import fit
+from draftsmith.data.length import Unfit, fit
 from draftsmith.data.regenerate import regenerate
 from draftsmith.data.rows import Row
 from draftsmith.data.sheet import Examples, sheet_html
-from draftsmith.data.tally import Tally
+from draftsmith.data.tally import Tally, skipped
 
 SKIPPED = "skipped.jsonl"
 SHEET = "sheet.html"
@@ -138,8 +138,11 @@ def _fitting(
     at, turn = array("Q"), array("L")
     end_ids = _end_ids(target)
     for row in rows:
-        kept = row if isinstance(row, Skipped) else fit(row, config.data, end_ids, read.conversations[row.conversation])
-        if isinstance(kept, Skipped):
+        kept = row if isinstance(row, Skipped) else fit(row, config.data, end_ids)
+        if isinstance(kept, Unfit):
+            assert isinstance(row, Row)
+            tally.skip(skipped(read.conversations[row.conversation], *kept))
+        elif isinstance(kept, Skipped):
             tally.skip(kept)
         else:
             made.append(kept)

@@ -161,6 +161,11 @@ def test_the_conversations_cross_process_borders(read, source):
     assert list(pickle.loads(pickle.dumps(made.inputs.conversations))) == made.conversations
 
 
+def test_the_demos_prompts_come_in_families_and_none_is_taken_for_a_duplicate(read):
+    made = read("demo-prompts")
+    assert len(made.conversations) == 576 and made.listed == []
+
+
 # ---- D9: a changed setting is never ignored --------------------------------------------------------------------------
 
 

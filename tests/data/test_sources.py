@@ -62,6 +62,22 @@ def test_a_folder_is_all_its_files_and_made_up_ids_differ(tmp_path):
     assert len({row.id for row in rows}) == 10
 
 
+def test_a_json_file_of_one_object_is_one_row(tmp_path):
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps({"prompt": "a"}, indent=2))
+    assert prompts(read_conversations(str(path))) == ["a"]
+    path.write_text('{"prompt":\n "a"')
+    (row,) = read_conversations(str(path))
+    assert row.reason == "not_json" and row.place == str(path)
+
+
+def test_hidden_files_of_a_folder_are_no_sources(tmp_path):
+    for name in ("a.jsonl", ".cache/b.jsonl", ".c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    assert len(list(read_conversations(str(tmp_path)))) == 1
+
+
 def test_a_folder_without_files_is_refused(tmp_path):
     with pytest.raises(UserError, match="the folder holds no"):
         list(read_conversations(str(tmp_path)))
