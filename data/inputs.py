@@ -51,8 +51,6 @@ class _Reader:
         tally, first, taken = self.tally.sources[name], "", 0
         with meter(f"reading {name}", None, "conversations") as shown:
             for row in read_conversations(source, name, self.config.data.roles, tally.shapes):
-                if source.limit is not None and taken >= source.limit:
-                    break
                 problem = row if isinstance(row, Skipped) else self._outside_vocabulary(row)
                 if problem:
                     self.tally.skip(problem)
@@ -61,6 +59,8 @@ class _Reader:
                     taken += 1
                     shown.advance()
                     self._take(row)
+                    if taken == source.limit:
+                        break
         tally.conversations = taken
         if not taken:
             raise UserError(

@@ -57,9 +57,13 @@ def plot_samples(folder: Path, figures: dict[str, Any]) -> bytes:
 
 def _bars(axes: Axes, counts: dict[str, int], title: str) -> None:
     most = sorted(counts.items(), key=lambda item: item[1])[-_MOST_BARS:]
+    axes.set_title(title if most else f"{title}: none")
+    if not most:
+        axes.set_axis_off()
+        return
     bars = axes.barh([_short(name) for name, _ in most], [n for _, n in most], color="#4269d0")
     axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
-    axes.set_title(title if most else f"{title}: none")
+    axes.set_ylim(-0.6, max(len(most), 4) - 0.4)
     axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)

@@ -98,7 +98,7 @@ def test_the_split_follows_content_and_seed_and_not_the_order(read, source):
 def test_limit_takes_the_first_good_rows_and_what_comes_after_is_not_read(read, source):
     made = read(source("{", *prompts(3), "{", "{"), limit=3)
     assert said(made) == ["question 0", "question 1", "question 2"]
-    assert len(made.listed) == 1
+    assert len(made.listed) == 1 and made.tally.sources["s"].shapes == {"prompt": 3}
 
 
 def test_weight_draws_its_share_by_seed(read, source):
