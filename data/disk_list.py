@@ -2,11 +2,9 @@
 
 import pickle
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, overload
-
-import numpy as np
 
 T = TypeVar("T")
 
@@ -46,32 +44,7 @@ class DiskList(Sequence[T], Generic[T]):
         item: T = pickle.load(self._reader)  # written by this very run
         return item
 
-    def __iter__(self) -> Iterator[T]:
-        return (self[i] for i in range(len(self)))
-
     def __getstate__(self) -> dict[str, Any]:
         if self._writer:
             self._writer.flush()
         return {**self.__dict__, "_writer": None, "_reader": None}
-
-
-class Selection(Sequence[T], Generic[T]):
-    """Some items of a list, in a given order."""
-
-    def __init__(self, items: Sequence[T], indices: np.ndarray) -> None:
-        self._items, self._indices = items, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        if isinstance(index, slice):
-            return Selection(self._items, self._indices[index])
-        return self._items[int(self._indices[index])]
-
-    def __iter__(self) -> Iterator[T]:
-        return (self[i] for i in range(len(self)))

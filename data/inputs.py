@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -16,7 +16,7 @@ from draftsmith.core.progress import meter
 from draftsmith.core.sources import read_conversations, source_name
 from draftsmith.data.contamination import Contamination
 from draftsmith.data.dedup import alike_groups, content_key, exact_duplicates, near_duplicates, opening_key
-from draftsmith.data.disk_list import DiskList, Selection
+from draftsmith.data.disk_list import DiskList
 from draftsmith.data.similarity import Signatures, Signer, prompt_words
 from draftsmith.data.split import held_out
 from draftsmith.data.tally import Tally, skipped
@@ -129,7 +129,7 @@ def read_inputs(config: Config, tokenizer: Any, vocab_size: int, folder: Path, t
     groups = alike_groups(None if dedup.near else reader.signatures, distinct, dedup.threshold, contents, openings)
     held = held_out(groups[chosen], contents[chosen], config.data.eval_share, config.run.seed)
     renamed = exact_duplicates(ids[chosen]) != np.arange(len(chosen))
-    return Inputs(_Renamed(Selection(reader.conversations, chosen), renamed), held)
+    return Inputs(_Chosen(reader.conversations, chosen, renamed), held)
 
 
 def source_names(config: Config) -> list[str]:
@@ -149,14 +149,14 @@ def _list_duplicates(reader: _Reader, reason: str, earlier: np.ndarray) -> None:
         reader.tally.remove(skipped(row, reason, f"of {other.place}"))
 
 
-class _Renamed(Sequence[Conversation]):
-    """Conversations under ids of their own: one that an earlier one has too gets its number added."""
+class _Chosen(Sequence[Conversation]):
+    """Those conversations that are used; one whose id an earlier one has too gets its number added to it."""
 
-    def __init__(self, items: Sequence[Conversation], renamed: np.ndarray) -> None:
-        self._items, self._renamed = items, renamed
+    def __init__(self, items: Sequence[Conversation], chosen: np.ndarray, renamed: np.ndarray) -> None:
+        self._items, self._chosen, self._renamed = items, chosen, renamed
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._chosen)
 
     @overload
     def __getitem__(self, index: int) -> Conversation: ...
@@ -164,9 +164,7 @@ class _Renamed(Sequence[Conversation]):
     def __getitem__(self, index: slice) -> Sequence[Conversation]: ...
     def __getitem__(self, index: int | slice) -> Conversation | Sequence[Conversation]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row = self._items[index]
-        return replace(row, id=f"{row.id}@{index % len(self)}") if self._renamed[index] else row
-
-    def __iter__(self) -> Iterator[Conversation]:
-        return (self[i] for i in range(len(self)))
+            return _Chosen(self._items, self._chosen[index], self._renamed[index])
+        number = int(self._chosen[index])
+        row = self._items[number]
+        return replace(row, id=f"{row.id}@{number}") if self._renamed[index] else row
