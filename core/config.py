@@ -114,8 +114,8 @@ class DedupConfig(Section):
     exact: bool = Field(True, description="Drop conversations that are equal up to white space.")
     near: bool = Field(
         True,
-        description="Drop conversations whose user turns are nearly equal (MinHash). Set it to false where several "
-        "replies to one prompt are wanted.",
+        description="Drop conversations whose user turns are nearly equal (MinHash), under the same system text and "
+        "tools. Set it to false where several replies to one prompt are wanted.",
     )
     threshold: float = Field(0.8, gt=0.0, le=1.0, description="Jaccard similarity that counts as nearly equal.")
     ngram: PositiveInt = Field(3, description="Words in a row that are compared as one.")

@@ -39,6 +39,12 @@ def opening_key(conversation: Conversation) -> int:
     return _hash(_plain(text_of(conversation.messages[conversation.user_turns[0]])))
 
 
+def setting_key(conversation: Conversation) -> int:
+    """64-bit hash of system text and tools: the same question in another setting has another answer."""
+    said = [_normal(m) for m in conversation.messages if m["role"] in ("system", "developer")]
+    return _hash(json.dumps([said, conversation.tools], sort_keys=True))
+
+
 def exact_duplicates(keys: np.ndarray) -> np.ndarray:
     """int64 [N]: the first conversation of the same key; its own index where it is the first.
 
@@ -50,7 +56,9 @@ def exact_duplicates(keys: np.ndarray) -> np.ndarray:
     return found
 
 
-def near_duplicates(signatures: Signatures, candidates: np.ndarray, threshold: float) -> np.ndarray:
+def near_duplicates(
+    signatures: Signatures, candidates: np.ndarray, threshold: float, settings: np.ndarray
+) -> np.ndarray:
     """int64 [N]: an earlier conversation that is nearly equal; its own index where there is none.
 
     A pair that meets the threshold exactly is found with a probability of 0.98; of the conversations that are left,
@@ -60,22 +68,21 @@ def near_duplicates(signatures: Signatures, candidates: np.ndarray, threshold: f
         signatures: of all N.
         candidates: int64, ascending: the conversations to look at.
         threshold: estimated Jaccard similarity from which two are nearly equal.
+        settings: uint64 [N]; conversations of different ones are no duplicates.
     """
     found = np.arange(len(signatures))
     for keys in signatures.band_keys(threshold):
         candidates = candidates[found[candidates] == candidates]
-        for rows, leaders in _alike(signatures, keys, candidates, threshold):
+        for rows, leaders in _alike(signatures, keys ^ settings, candidates, threshold):
             found[rows] = leaders
     return found
 
 
-def alike_groups(
-    signatures: Signatures | None, candidates: np.ndarray, threshold: float, *keys: np.ndarray
-) -> np.ndarray:
+def alike_groups(signatures: Signatures, candidates: np.ndarray, threshold: float, *keys: np.ndarray) -> np.ndarray:
     """Int [N]: group of every conversation; those that share a key or are nearly equal, through others too, share it.
 
     Args:
-        signatures: of all N; None: only the keys count.
+        signatures: of all N.
         candidates: int64: the conversations whose signatures are compared.
         threshold: as in `near_duplicates`.
         keys: uint64 [N] each.
@@ -88,10 +95,9 @@ def alike_groups(
         edges.append((everyone, inverse + offset))
         offset += len(values)
     labels = _components(edges, offset)[:count]
-    if signatures is not None:
-        for band in signatures.band_keys(threshold):
-            pairs = list(_alike(signatures, band, candidates, threshold))
-            labels = _components([(everyone, labels + count), *pairs], 2 * count)[:count]
+    for band in signatures.band_keys(threshold):
+        pairs = list(_alike(signatures, band, candidates, threshold))
+        labels = _components([(everyone, labels + count), *pairs], 2 * count)[:count]
     return labels
 
 

@@ -15,7 +15,7 @@ from draftsmith.core.errors import UserError
 from draftsmith.core.progress import meter
 from draftsmith.core.sources import read_conversations, source_name
 from draftsmith.data.contamination import Contamination
-from draftsmith.data.dedup import alike_groups, content_key, exact_duplicates, near_duplicates, opening_key
+from draftsmith.data.dedup import alike_groups, content_key, exact_duplicates, near_duplicates, opening_key, setting_key
 from draftsmith.data.disk_list import DiskList
 from draftsmith.data.similarity import Signatures, Signer, prompt_words
 from draftsmith.data.split import held_out
@@ -37,7 +37,7 @@ class _Reader:
         self.config, self.tally, self._vocab_size = config, tally, vocab_size
         self.conversations: DiskList[Conversation] = DiskList(folder / "conversations")
         self.signatures = Signatures(folder / "signatures", config.data.dedup.permutations)
-        self.ids, self.contents, self.openings = array("Q"), array("Q"), array("Q")
+        self.ids, self.contents, self.openings, self.settings = (array("Q") for _ in range(4))
         self._signer = Signer(config.data.dedup)
         self._contamination = Contamination(config, tokenizer.decode)
         self._keep = config.data.replies != "regenerate"
@@ -83,6 +83,7 @@ class _Reader:
         self.ids.append(int(unit_hash(row.id) * 2**48))
         self.contents.append(content_key(row, self._keep))
         self.openings.append(opening_key(row))
+        self.settings.append(setting_key(row))
 
     def _outside_vocabulary(self, row: Conversation) -> Skipped | None:
         highest = max((max(ids) for t in row.tokens for ids in (t.prompt_ids, t.reply_ids) if ids), default=-1)
@@ -107,17 +108,17 @@ def read_inputs(config: Config, tokenizer: Any, vocab_size: int, folder: Path, t
     reader = _Reader(config, tokenizer, vocab_size, folder, tally)
     for source, name in zip(config.data.sources, source_names(config), strict=True):
         reader.read(source, name)
-    ids, contents, openings = (np.asarray(a, dtype=np.uint64) for a in (reader.ids, reader.contents, reader.openings))
+    ids, contents, openings, settings = (
+        np.asarray(a, dtype=np.uint64) for a in (reader.ids, reader.contents, reader.openings, reader.settings)
+    )
     dedup = config.data.dedup
     earlier = exact_duplicates(contents)
-    # Exact copies have equal signatures: the first one stands for all of them.
-    distinct = np.flatnonzero(earlier == np.arange(len(contents)))
     keep = np.ones(len(contents), dtype=np.bool_)
     if dedup.exact:
         keep &= earlier == np.arange(len(contents))
         _list_duplicates(reader, "exact_duplicate", earlier)
     if dedup.near:
-        nearly = near_duplicates(reader.signatures, np.flatnonzero(keep), dedup.threshold)
+        nearly = near_duplicates(reader.signatures, np.flatnonzero(keep), dedup.threshold, settings)
         keep &= nearly == np.arange(len(contents))
         _list_duplicates(reader, "near_duplicate", nearly)
     chosen = np.flatnonzero(keep)
@@ -126,7 +127,9 @@ def read_inputs(config: Config, tokenizer: Any, vocab_size: int, folder: Path, t
             "every conversation is in an evaluation set.",
             "Use other data.sources, or set data.contamination.action to warn.",
         )
-    groups = alike_groups(None if dedup.near else reader.signatures, distinct, dedup.threshold, contents, openings)
+    # Of exact copies the first stands for all; what is dropped ties nothing together.
+    distinct = np.flatnonzero(keep & (earlier == np.arange(len(contents))))
+    groups = alike_groups(reader.signatures, distinct, dedup.threshold, contents, openings)
     held = held_out(groups[chosen], contents[chosen], config.data.eval_share, config.run.seed)
     renamed = exact_duplicates(ids[chosen]) != np.arange(len(chosen))
     return Inputs(_Chosen(reader.conversations, chosen, renamed), held)

@@ -1,6 +1,8 @@
 """Duplicates: equal or nearly equal prompts are found, unlike ones never are, and alike ones share a group."""
 
 import random
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from draftsmith.core.config import DedupConfig
 from draftsmith.core.conversations import Conversation, TokenTurn
-from draftsmith.data.dedup import alike_groups, content_key, exact_duplicates, near_duplicates, opening_key
+from draftsmith.data.dedup import alike_groups, content_key, exact_duplicates, near_duplicates, opening_key, setting_key
 from draftsmith.data.similarity import Signatures, Signer, bands, ngram_hashes, prompt_words, word_hashes
 
 CONFIG = DedupConfig()
@@ -39,8 +41,12 @@ def jaccard(a, b, n=CONFIG.ngram):
     return len(grams[0] & grams[1]) / len(grams[0] | grams[1])
 
 
+def settings_of(signatures, *values):
+    return np.array(values or [0] * len(signatures), dtype=np.uint64)
+
+
 def near(signatures, threshold=CONFIG.threshold):
-    return near_duplicates(signatures, np.arange(len(signatures)), threshold).tolist()
+    return near_duplicates(signatures, np.arange(len(signatures)), threshold, settings_of(signatures)).tolist()
 
 
 def test_a_changed_word_in_a_long_prompt_is_a_near_duplicate_and_another_prompt_is_none(signed):
@@ -75,6 +81,14 @@ def test_short_prompts_that_differ_differ(signed, a, b):
 
 def test_case_and_white_space_make_no_difference(signed):
     assert near(signed(["Name the  largest\nplanet", "name the largest planet"])) == [0, 0]
+
+
+def test_the_same_question_in_another_setting_is_no_duplicate_but_of_one_group(signed):
+    text = sentence(random.Random(4))
+    signatures = signed([text, text, text])
+    settings = settings_of(signatures, 1, 2, 1)
+    assert near_duplicates(signatures, np.arange(3), 0.8, settings).tolist() == [0, 1, 0]
+    assert len(set(alike_groups(signatures, np.arange(3), 0.8, np.arange(3, dtype=np.uint64)).tolist())) == 1
 
 
 def test_the_estimate_is_the_similarity(signed):
@@ -129,7 +143,11 @@ def test_the_first_of_equal_keys_stands_for_the_others(keys):
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(10, 16)), min_size=1, max_size=30))
 def test_groups_are_the_connected_components(keys):
     a, b = (np.array(side, dtype=np.uint64) for side in zip(*keys, strict=True))
-    groups = alike_groups(None, np.arange(len(keys)), 0.8, a, b).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        unlike = Signatures(Path(folder, "signatures"), 16)
+        for i in range(len(keys)):
+            unlike.append(np.full(16, i, dtype=np.uint32))
+        groups = alike_groups(unlike, np.arange(len(keys)), 0.8, a, b).tolist()
     parent = list(range(len(keys)))
     for _ in keys:
         for i, (x, y) in enumerate(keys):
@@ -163,6 +181,12 @@ def test_a_conversations_key_is_what_it_says_and_replies_count_where_they_are_ke
     assert content_key(talk(("user", "q"), tools=({"name": "t"},)), False) != content_key(talk(("user", "q")), False)
     composed, decomposed = talk(("user", "caf\u00e9")), talk(("user", "cafe\u0301"))
     assert content_key(composed, False) == content_key(decomposed, False)
+
+
+def test_a_setting_is_system_text_and_tools():
+    kinds = [talk(("user", "q")), talk(("system", "s"), ("user", "q")), talk(("user", "q"), tools=({"name": "t"},))]
+    assert len({setting_key(k) for k in kinds}) == 3
+    assert setting_key(kinds[1]) == setting_key(talk(("system", " s"), ("user", "other")))
 
 
 def test_an_opening_is_the_first_user_turn_alone():
