@@ -43,6 +43,21 @@ _SET_BY_US = {
 }
 
 
+# What the server sets itself when it renders a request.
+_NOT_FOR_TEMPLATES = {
+    "chat_template",
+    "conversation",
+    "messages",
+    "tokenize",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+}
+
+
 class Section(BaseModel):
     """Base of all sections: an unknown key is an error, a value is never silently converted."""
 
@@ -68,6 +83,16 @@ class TargetConfig(Section):
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Dtype the engine runs in.")
     chat_template: str | None = Field(None, description="Path of a Jinja chat template; null: the tokenizer's own.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables for the chat template, as clients send them or the server has them by default "
+        "(`--default-chat-template-kwargs`), e.g. {enable_thinking: false}.",
+    )
+    reasoning_parser: str | None = Field(
+        None,
+        description="The server's `--reasoning-parser`, e.g. minimax_m2: earlier replies come back with their "
+        "reasoning apart. null: reasoning comes back inside the text, as from a server without one.",
+    )
     tensor_parallel: PositiveInt = Field(1, description="GPUs that one engine is spread over.")
     trust_remote_code: bool = Field(False, description="Allow code from the target's repository to run.")
     engine_args: dict[str, Any] = Field(
@@ -81,6 +106,13 @@ class TargetConfig(Section):
         if taken := [f"{key} ({_SET_BY_US[key]})" for key in args if key in _SET_BY_US]:
             raise ValueError(f"set by draftsmith itself: {', '.join(taken)}")
         return args
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _only_the_templates_own(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if taken := [key for key in kwargs if key in _NOT_FOR_TEMPLATES]:
+            raise ValueError(f"decided by the server for every request: {', '.join(taken)}")
+        return kwargs
 
 
 class SourceConfig(Section):
@@ -105,7 +137,25 @@ class SamplingConfig(Section):
     """How the target answers the prompts."""
 
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy; replay is exact only for greedy replies.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0 is off.")
+    repetition_penalty: float = Field(1.0, gt=0.0, description="1 is off.")
+    seed: int | None = Field(None, ge=0, le=2**32 - 1, description="Seed of the replies; null: run.seed.")
     max_tokens: int = Field(256, ge=2, description="Longest reply in tokens; one token leaves nothing to draft.")
+
+
+class ServerConfig(Section):
+    """A running vLLM server (OpenAI API) that answers the prompts instead of an engine of our own."""
+
+    url: str = Field(
+        pattern=r"^https?://[^\s/]+", description="Base URL, e.g. http://host:8000 or http://host:8000/v1."
+    )
+    model: str | None = Field(None, description="Served model name; null: the only one there is.")
+    api_key_env: str | None = Field(None, description="Environment variable that holds the API key; null: none.")
+    concurrency: PositiveInt = Field(256, description="Requests in flight; at least the server's --max-num-seqs.")
+    timeout: float = Field(600.0, gt=0.0, description="Seconds that one reply may take.")
+    retries: int = Field(5, ge=0, description="Further tries of a request that failed, each after a longer wait.")
+    retry_wait: float = Field(1.0, ge=0.0, description="Seconds before the first of them; doubles with each.")
 
 
 class DedupConfig(Section):
@@ -145,10 +195,18 @@ class DataConfig(Section):
         description="Role names in the sources, over the built-in ones (human, gpt, ...); `ignore` leaves such "
         "messages out. A row with a role that is not named is skipped.",
     )
-    replies: Literal["regenerate"] = Field(
+    replies: Literal["regenerate", "keep"] = Field(
         "regenerate",
-        description="regenerate: the target answers every user turn; replies in the source are dropped.",
+        description="regenerate: the target answers, replies in the source are dropped; keep: the source's replies, "
+        "which the target must have written.",
     )
+    history: Literal["own", "source"] = Field(
+        "own",
+        description="What stands before a regenerated reply. own: the target's earlier replies; a conversation ends "
+        "where a tool would have to answer them. source: the source's messages as they are, a reply wherever it has "
+        "one, tool turns included.",
+    )
+    server: ServerConfig | None = Field(None, description="Regenerate on a running server; null: an own engine.")
     sampling: SamplingConfig = SamplingConfig()
     dedup: DedupConfig = DedupConfig()
     contamination: ContaminationConfig = ContaminationConfig()

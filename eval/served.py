@@ -71,7 +71,8 @@ def prompt_sets(config: Config, target: Target) -> list[PromptSet]:
             if row.tokens:
                 prompts.append(row.tokens[0].prompt_ids)
             else:
-                prompts.append(render_prompt(tokenizer, list(row.request), row.place))
+                kwargs = config.target.chat_template_kwargs
+                prompts.append(render_prompt(tokenizer, row.request, row.place, row.tools, kwargs))
         name = source_name(path)
         taken = {s.name for s in sets}
         sets.append(_prompt_set(config, name if name not in taken else f"{name}-{len(sets)}", prompts))
