@@ -27,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_app = typer.Typer(help="Look at the samples of a run.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output and make it again.")]
@@ -35,7 +37,7 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Stage 1: conversations to samples; the target answers the prompts on vLLM."""
-    with _run(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping]) as loaded:
+    with _run(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping, run.journal]) as loaded:
         _prepare(loaded)
 
 
@@ -73,6 +75,32 @@ def export(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False
     """Stage 5: the draft as vLLM loads it, verified."""
     with _run(config, overrides, fresh, lambda run: [run.export]) as loaded:
         _export(loaded)
+
+
+@data_app.command("show")
+def data_show(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    row: Annotated[str | None, typer.Option("--row", help="Id of a sample or a conversation.")] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Print the token ids too.")] = False,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to print.")] = 5,
+) -> None:
+    """Print samples, their supervised tokens coloured."""
+    from draftsmith.data.show import show
+
+    show(load_config(config, overrides), row, ids, count)
+
+
+@data_app.command("stats")
+def data_stats(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="PNG to write; else data_stats.png in the run.")] = None,
+) -> None:
+    """Print lengths, finish reasons, coverage and skipped rows by source, and write a plot of them."""
+    from draftsmith.data.show import stats
+
+    stats(load_config(config, overrides), plot)
 
 
 @app.command()

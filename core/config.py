@@ -12,6 +12,21 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 LossName = Literal["soft_ce", "soft_ce_full", "kl", "lk_alpha", "lk_lambda"]
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "ignore"]
+# OpenAI's names and those of ShareGPT exports. Names of models are not among them: who they are, only the user knows.
+DEFAULT_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
 # Engine arguments that correctness rests on, and what to set instead.
 _SET_BY_US = {
     "model": "target.path",
@@ -26,6 +41,21 @@ _SET_BY_US = {
     "kv_transfer_config": "by capture",
     "worker_extension_cls": "by capture",
     "disable_log_stats": "by eval",
+}
+
+
+# What the server sets itself when it renders a request.
+_NOT_FOR_TEMPLATES = {
+    "chat_template",
+    "conversation",
+    "messages",
+    "tokenize",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
 }
 
 
@@ -54,6 +84,16 @@ class TargetConfig(Section):
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Dtype the engine runs in.")
     chat_template: str | None = Field(None, description="Path of a Jinja chat template; null: the tokenizer's own.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables for the chat template, as clients send them or the server has them by default "
+        "(`--default-chat-template-kwargs`), e.g. {enable_thinking: false}.",
+    )
+    reasoning_parser: str | None = Field(
+        None,
+        description="The server's `--reasoning-parser`, e.g. minimax_m2: earlier replies come back with their "
+        "reasoning apart. null: reasoning comes back inside the text, as from a server without one.",
+    )
     tensor_parallel: PositiveInt = Field(1, description="GPUs that one engine is spread over.")
     trust_remote_code: bool = Field(False, description="Allow code from the target's repository to run.")
     engine_args: dict[str, Any] = Field(
@@ -68,6 +108,13 @@ class TargetConfig(Section):
             raise ValueError(f"set by draftsmith itself: {', '.join(taken)}")
         return args
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _only_the_templates_own(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if taken := [key for key in kwargs if key in _NOT_FOR_TEMPLATES]:
+            raise ValueError(f"decided by the server for every request: {', '.join(taken)}")
+        return kwargs
+
 
 class SourceConfig(Section):
     """One source of conversations."""
@@ -75,35 +122,113 @@ class SourceConfig(Section):
     path: str = Field(
         "demo-prompts",
         min_length=1,
-        description="JSONL file, or the embedded set `demo-prompts` (576 chat prompts).",
+        description="JSONL, JSON or Parquet file, a folder of them, a Hugging Face data set (hf:owner/name), or the "
+        "embedded set `demo-prompts` (576 chat prompts).",
     )
     limit: PositiveInt | None = Field(None, description="Use at most this many conversations of the source.")
     weight: float = Field(1.0, gt=0.0, le=1.0, description="Share of the source's conversations to use, drawn by seed.")
+    author: str | None = Field(None, description="Who wrote the source's replies, where its rows do not say so.")
+    split: str = Field("train", description="Split of a Hugging Face data set.")
+    subset: str | None = Field(None, description="Its configuration; null: its only or default one.")
+    revision: str | None = Field(None, description="Its commit, tag or branch on the hub; null: the newest.")
+    streaming: bool = Field(False, description="Read it over the network row by row instead of downloading it first.")
 
 
 class SamplingConfig(Section):
     """How the target answers the prompts."""
 
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy; replay is exact only for greedy replies.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0 is off.")
+    repetition_penalty: float = Field(1.0, gt=0.0, description="1 is off.")
+    seed: int | None = Field(None, ge=0, le=2**32 - 1, description="Seed of the replies; null: run.seed.")
     max_tokens: int = Field(256, ge=2, description="Longest reply in tokens; one token leaves nothing to draft.")
+
+
+class ServerConfig(Section):
+    """A running vLLM server (OpenAI API) that answers the prompts instead of an engine of our own."""
+
+    url: str = Field(
+        pattern=r"^https?://[^\s/]+", description="Base URL, e.g. http://host:8000 or http://host:8000/v1."
+    )
+    model: str | None = Field(None, description="Served model name; null: the only one there is.")
+    api_key_env: str | None = Field(None, description="Environment variable that holds the API key; null: none.")
+    concurrency: PositiveInt = Field(256, description="Requests in flight; at least the server's --max-num-seqs.")
+    timeout: float = Field(600.0, gt=0.0, description="Seconds that one reply may take.")
+    retries: int = Field(5, ge=0, description="Further tries of a request that failed, each after a longer wait.")
+    retry_wait: float = Field(1.0, ge=0.0, description="Seconds before the first of them; doubles with each.")
+
+
+class DedupConfig(Section):
+    """Which conversations count as repeated; the first one is kept."""
+
+    exact: bool = Field(True, description="Drop conversations that are equal up to white space.")
+    near: bool = Field(
+        True,
+        description="Drop conversations whose user turns are nearly equal (MinHash), under the same system text and "
+        "tools. Set it to false where several replies to one prompt are wanted.",
+    )
+    threshold: float = Field(0.8, gt=0.0, le=1.0, description="Jaccard similarity that counts as nearly equal.")
+    ngram: PositiveInt = Field(3, description="Words in a row that are compared as one.")
+    permutations: int = Field(128, ge=16, le=1024, description="MinHash permutations: more is slower and finer.")
+
+
+class ContaminationConfig(Section):
+    """Prompts of evaluation sets must not be trained on."""
+
+    sets: list[str] = Field(
+        default_factory=list, description="Sources that must not be trained on, beside `eval.sets`."
+    )
+    ngram: PositiveInt = Field(
+        13, description="Words in a row that must not be shared; shorter evaluation prompts count from half of it."
+    )
+    action: Literal["remove", "warn"] = Field(
+        "remove", description="remove: such conversations are dropped and listed; warn: they are listed and used."
+    )
 
 
 class DataConfig(Section):
     """Conversations -> samples that are token-exact as served."""
 
     sources: list[SourceConfig] = Field(default_factory=lambda: [SourceConfig()], min_length=1)
-    replies: Literal["regenerate"] = Field(
-        "regenerate",
-        description="regenerate: the target answers every user turn; replies in the source are dropped.",
+    roles: dict[str, Role] = Field(
+        default_factory=dict,
+        description="Role names in the sources, over the built-in ones (human, gpt, ...); `ignore` leaves such "
+        "messages out. A row with a role that is not named is skipped.",
     )
+    replies: Literal["regenerate", "keep"] = Field(
+        "regenerate",
+        description="regenerate: the target answers, replies in the source are dropped; keep: the source's replies, "
+        "which the target must have written.",
+    )
+    history: Literal["own", "source"] = Field(
+        "own",
+        description="What stands before a regenerated reply. own: the target's earlier replies; a conversation ends "
+        "where a tool would have to answer them. source: the source's messages as they are, a reply wherever it has "
+        "one, tool turns included.",
+    )
+    server: ServerConfig | None = Field(None, description="Regenerate on a running server; null: an own engine.")
     sampling: SamplingConfig = SamplingConfig()
-    max_length: int = Field(2048, ge=8, description="Longest sample in tokens, prompt and reply together.")
+    dedup: DedupConfig = DedupConfig()
+    contamination: ContaminationConfig = ContaminationConfig()
+    max_length: int = Field(2048, ge=8, description="Longest sample in tokens, prompt and replies together.")
+    too_long: Literal["reject", "truncate", "cut"] = Field(
+        "reject",
+        description="Of samples that are longer. reject: skip them; truncate: end them after the last whole reply "
+        "that fits; cut: also end a reply at max_length, as a server with that limit would (finish_reason `length`).",
+    )
     eval_share: float = Field(0.1, ge=0.0, lt=1.0, description="Share of conversations held out from training.")
     draft_vocab_size: PositiveInt | None = Field(
         8192,
-        description="Tokens the draft can propose, the replies' most frequent ones; null: the full vocabulary.",
+        description="Tokens the draft can propose, the replies' most frequent ones; null: the full vocabulary. "
+        "Multiples of 128 are the fastest.",
     )
     max_skip_share: Share = Field(0.05, description="A larger share of unusable rows stops `prepare`.")
+
+    @field_validator("roles")
+    @classmethod
+    def _with_the_usual_ones(cls, given: dict[str, Role]) -> dict[str, Role]:
+        return {**DEFAULT_ROLES, **given}
 
 
 class ProbeConfig(Section):
@@ -254,7 +379,7 @@ class EvalConfig(Section):
     concurrency: list[PositiveInt] = Field(default_factory=lambda: [1], min_length=1, description="Requests in flight.")
     sets: list[str] = Field(
         default_factory=list,
-        description="JSONL files (`messages` or `prompt`); the held-out samples are always a set.",
+        description="Sources of prompts, as in `data.sources`; the held-out samples are always a set.",
     )
     max_prompts: PositiveInt | None = Field(None, description="Prompts served per set; null: all.")
     bootstrap: PositiveInt = Field(1000, description="Bootstrap draws of the confidence intervals.")

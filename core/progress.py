@@ -25,7 +25,9 @@ _LINE_SECONDS = 10.0
 class Meter:
     """Counts towards a total; `advance` also takes the figures to show beside the count."""
 
-    def __init__(self, label: str, total: int, unit: str, bar: tuple[Progress, Any] | None, start: int = 0) -> None:
+    def __init__(
+        self, label: str, total: int | None, unit: str, bar: tuple[Progress, Any] | None, start: int = 0
+    ) -> None:
         self.label, self.total, self.unit = label, total, unit
         self._bar, self._start, self.done = bar, start, start
         self._begin = self._last = time.monotonic()
@@ -50,17 +52,19 @@ class Meter:
     def _state(self) -> str:
         elapsed = max(time.monotonic() - self._begin, 1e-9)
         rate = (self.done - self._start) / elapsed
+        if self.total is None:
+            return f"{self.done:,} {self.unit}, {rate:,.1f}/s"
         eta = f"{(self.total - self.done) / rate:.0f} s left" if rate else "no estimate yet"
         return f"{self.done}/{self.total} {self.unit}, {rate:,.1f}/s, {eta}"
 
 
 @contextmanager
-def meter(label: str, total: int, unit: str, start: int = 0) -> Iterator[Meter]:
+def meter(label: str, total: int | None, unit: str, start: int = 0) -> Iterator[Meter]:
     """A `Meter` for the length of the block.
 
     Args:
         label: what is being done.
-        total: units in all.
+        total: units in all; None: nobody knows.
         unit: plural name of the units.
         start: units that an earlier run had done.
     """
@@ -77,7 +81,8 @@ def meter(label: str, total: int, unit: str, start: int = 0) -> Iterator[Meter]:
     shown = Meter(label, total, unit, None, start)
     yield shown
     seconds = time.monotonic() - begin
-    console.print(f"{label}: {shown.done}/{total} {unit} in {seconds:.0f} s")
+    of_all = "" if total is None else f"/{total}"
+    console.print(f"{label}: {shown.done}{of_all} {unit} in {seconds:.0f} s")
 
 
 def say(text: str) -> None:

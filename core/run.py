@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from draftsmith.core.atomic import remove_leftovers, sha256_json, write_text
+from draftsmith.core.atomic import remove, remove_leftovers, sha256_json, write_text
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import dump_config
 from draftsmith.core.embedded import cache_folder
@@ -32,6 +32,11 @@ class RunFolder:
     def samples(self) -> Path:
         """Parquet samples and their manifest."""
         return self.root / "samples"
+
+    @property
+    def journal(self) -> Path:
+        """Replies of an unfinished `prepare`, by the hash of its inputs; gone when it is done."""
+        return self.root / "journal"
 
     @property
     def vocab_mapping(self) -> Path:
@@ -87,6 +92,21 @@ class RunFolder:
             yield
         finally:
             lock.release()
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """An empty folder for the length of the block; where the block fails, no empty run folder is left."""
+        folder = self.root / "scratch"
+        made = [p for p in (self.root, *self.root.parents) if not p.exists()]
+        remove(folder)  # of a killed process
+        folder.mkdir(parents=True)
+        try:
+            yield folder
+        finally:
+            remove(folder)
+            for path in made:
+                with suppress(OSError):  # it holds something by now
+                    path.rmdir()
 
     def open(self, config: Config) -> None:
         """Create the folder, write the resolved config and clear what a killed process left."""

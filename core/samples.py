@@ -8,20 +8,26 @@
 | source | string | name of the source |
 | finish_reason | string | `stop` or `length`, from the engine |
 | split | string | `train` or `eval` |
+| author | string | who wrote the replies; `target` where they were regenerated |
+| conversation_id | string | of the conversation that the row is a turn of |
+| turn | int32 | which reply of it the row ends with, from 0 |
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.core.atomic import write_atomic
 from draftsmith.core.damage import reading
 
 FILE = "samples.parquet"
+_GROUP_TOKENS = 1 << 20
+_READ_ROWS = 512
 SCHEMA = pa.schema(
     [
         pa.field("sample_id", pa.string(), nullable=False),
@@ -30,6 +36,9 @@ SCHEMA = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
+        pa.field("author", pa.string(), nullable=False),
+        pa.field("conversation_id", pa.string(), nullable=False),
+        pa.field("turn", pa.int32(), nullable=False),
     ]
 )
 
@@ -44,6 +53,9 @@ class Sample:
     source: str
     finish_reason: str
     split: str
+    author: str = "target"
+    conversation_id: str = ""
+    turn: int = 0
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -54,21 +66,69 @@ class Sample:
         return mask
 
     @property
+    def segments(self) -> list[tuple[bool, list[int]]]:
+        """(supervised, ids) of every stretch of the row, in order; no stretch is empty."""
+        cuts = [0, *(edge for span in self.loss_spans for edge in span), len(self.input_ids)]
+        parts = [(i % 2 == 1, self.input_ids[a:b]) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
+        return [part for part in parts if part[1]]
+
+    @property
     def first_prompt(self) -> list[int]:
         """Ids up to the first reply: what a server would be sent."""
         return self.input_ids[: self.loss_spans[0][0]]
 
 
+class SampleWriter:
+    """Writes `samples.parquet` row group by row group; memory is one row group.
+
+    To be used inside a folder that appears as a whole (`atomic_folder`).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = pq.ParquetWriter(folder / FILE, SCHEMA, compression="zstd")
+        self._rows: list[dict[str, Any]] = []
+        self._tokens = 0
+
+    def __enter__(self) -> "SampleWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._writer:
+            if error[0] is None:
+                self._flush()
+
+    def write(self, sample: Sample) -> None:
+        """Add one row."""
+        self._rows.append(vars(sample))
+        self._tokens += len(sample.input_ids)
+        if self._tokens >= _GROUP_TOKENS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
+        self._rows, self._tokens = [], 0
+
+
 def write_samples(folder: Path, samples: Iterable[Sample]) -> None:
-    """Write `folder/samples.parquet`, whole or not at all."""
-    rows = [vars(sample) for sample in samples]
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    write_atomic(folder / FILE, lambda tmp: pq.write_table(table, tmp, compression="zstd"))
+    """Write `folder/samples.parquet`."""
+    with SampleWriter(folder) as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def iter_samples(folder: Path, split: str | None = None) -> Iterator[Sample]:
+    """Rows of `folder`, of one split or of all, in file order; memory is one row group.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    with reading(folder / FILE, "Run `draftsmith prepare --fresh`."), pq.ParquetFile(folder / FILE) as table:
+        for batch in table.iter_batches(batch_size=_READ_ROWS):
+            for row in batch.to_pylist():
+                if split in (None, row["split"]):
+                    yield Sample(**{**row, "loss_spans": [(a, b) for a, b in row["loss_spans"]]})
 
 
 def read_samples(folder: Path, split: str | None = None) -> list[Sample]:
-    """Rows of `folder`, of one split or of all, in file order."""
-    with reading(folder / FILE, "Run `draftsmith prepare --fresh`."):
-        rows = pq.read_table(folder / FILE, schema=SCHEMA).to_pylist()
-    samples = (Sample(**{**row, "loss_spans": [(a, b) for a, b in row["loss_spans"]]}) for row in rows)
-    return [s for s in samples if split in (None, s.split)]
+    """All rows of `iter_samples`."""
+    return list(iter_samples(folder, split))

@@ -63,6 +63,8 @@ class Target:
             "engine_args": decisive,
             "tokenizer": tokenizer,
             "chat_template_sha256": _sha256_or_none(self.chat_template_file(config)),
+            "chat_template_kwargs": config.chat_template_kwargs,
+            "reasoning_parser": config.reasoning_parser,
         }
 
     def chat_template_file(self, config: TargetConfig) -> Path | None:

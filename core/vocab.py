@@ -4,7 +4,6 @@ target id = draft id + d2t[draft id]        (an offset, as vLLM reads it)
 t2d[target id] = the draft can propose it
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from safetensors.numpy import save_file
 from draftsmith.core.atomic import write_atomic
 from draftsmith.core.damage import reading
 from draftsmith.core.errors import UserError
+
+_COUNT_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -38,48 +39,75 @@ class VocabMapping:
         return len(self.d2t) == len(self.t2d)
 
 
-def build_mapping(
-    replies: Iterable[list[int]], always: Iterable[int], vocab_size: int, draft_vocab_size: int | None
-) -> VocabMapping:
-    """Keep the replies' most frequent tokens.
+class TokenCounts:
+    """Counts token ids as they stream by; memory is one number per token of the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._counts = np.zeros(vocab_size, dtype=np.int64)
+        self._pending: list[int] = []
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Count every id once more."""
+        self._pending.extend(ids)
+        if len(self._pending) >= _COUNT_AT_ONCE:
+            self._count()
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int64 [V]: how often each id came."""
+        self._count()
+        return self._counts
+
+    def _count(self) -> None:
+        if self._pending:
+            self._counts += np.bincount(self._pending, minlength=len(self._counts))
+            self._pending = []
+
+
+def count_tokens(replies: Iterable[Iterable[int]], vocab_size: int) -> np.ndarray:
+    """int64 [V]: how often each id comes in the replies."""
+    counts = TokenCounts(vocab_size)
+    for reply in replies:
+        counts.add(reply)
+    return counts.counts
+
+
+def build_mapping(counts: np.ndarray, always: Iterable[int], draft_vocab_size: int | None) -> VocabMapping:
+    """Keep the tokens that the replies need most.
 
     Args:
-        replies: reply token ids of the training split.
+        counts: [V] weight of every target token in the training replies: how often it comes, or the probability
+            mass that the target expects of it.
         always: ids that are kept whatever their count (end of turn, special tokens).
-        vocab_size: V of the target.
         draft_vocab_size: Vd, met exactly; None: the full vocabulary.
 
     Raises:
         UserError: Vd is larger than V, or too small for the ids that are always kept.
     """
+    vocab_size = len(counts)
     size = draft_vocab_size or vocab_size
     if size > vocab_size:
         raise UserError(
             f"data.draft_vocab_size is {size}, and the target has only {vocab_size} tokens.",
             "Lower it, or set it to null.",
         )
-    kept = dict.fromkeys(i for i in always if 0 <= i < vocab_size)
+    kept = np.unique(np.array([i for i in always if 0 <= i < vocab_size], dtype=np.int64))
     if len(kept) > size:
         raise UserError(
             f"data.draft_vocab_size is {size}, and {len(kept)} special tokens are always kept.", "Raise it."
         )
-    counts = Counter(token for reply in replies for token in reply)
-    # Ties and the filling up to Vd go by id: byte-pair ids ascend with rarity, and the result is reproducible.
-    ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    for token in (*ranked, *range(vocab_size)):
-        if len(kept) == size:
-            break
-        kept[token] = None
-    ids = np.sort(np.fromiter(kept, dtype=np.int64))
     t2d = np.zeros(vocab_size, dtype=np.bool_)
-    t2d[ids] = True
-    return VocabMapping(ids - np.arange(size), t2d)
+    t2d[kept] = True
+    # Ties and the filling up to Vd go by id: byte-pair ids ascend with rarity, and the result is reproducible.
+    ranked = np.argsort(-counts, kind="stable")
+    t2d[ranked[~t2d[ranked]][: size - len(kept)]] = True
+    return VocabMapping(np.flatnonzero(t2d) - np.arange(size), t2d)
 
 
-def coverage(mapping: VocabMapping, replies: Iterable[list[int]]) -> float:
-    """Share of reply tokens that the draft can propose, 0 to 1."""
-    inside = [mapping.t2d[reply] for reply in replies if reply]
-    return float(np.concatenate(inside).mean()) if inside else 0.0
+def coverage(mapping: VocabMapping, counts: np.ndarray) -> float:
+    """Share of the counted tokens that the draft can propose, 0 to 1."""
+    total = counts.sum()
+    return float(counts[mapping.t2d].sum() / total) if total else 0.0
 
 
 def save_mapping(path: Path, mapping: VocabMapping, figures: dict[str, Any]) -> None:

@@ -5,15 +5,19 @@ the conversation so far, with the target's own earlier replies as a client would
 exactly the ids that a server processes, whatever the template strips from earlier turns.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftsmith.core.config import Config
-from draftsmith.core.conversations import Conversation, Skipped, render_prompt
+from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.engine import generate, in_engine_process, vllm_engine
 from draftsmith.core.errors import UserError
 from draftsmith.core.progress import meter
+from draftsmith.core.rendering import render_prompt
 from draftsmith.core.target import Target, load_tokenizer
+from draftsmith.data.rows import Row
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,20 @@ class Reply:
     finish_reason: str
 
 
-def regenerate(config: Config, target: Target, conversations: list[Conversation]) -> tuple[list[Reply], list[Skipped]]:
-    """Answer all conversations; replies come sorted by conversation and turn.
+def regenerate(
+    config: Config, target: Target, conversations: Sequence[Conversation], journal: Path
+) -> Iterator[Row | Skipped]:
+    """Answer all conversations; rows come sorted by conversation and turn.
 
     Raises:
         UserError: the target has no tokenizer or chat template.
         StageFailed: the engine died.
     """
-    return in_engine_process(_answer, config, target, conversations)
+    replies, skipped = in_engine_process(_answer, config, target, list(conversations))
+    yield from skipped
+    for r in replies:
+        ids, start = r.prompt_ids + r.reply_ids, len(r.prompt_ids)
+        yield Row(r.conversation, r.turn, ids, [(start, len(ids))], r.finish_reason, "target")
 
 
 def _answer(config: Config, target: Target, conversations: list[Conversation]) -> tuple[list[Reply], list[Skipped]]:

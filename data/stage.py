@@ -1,26 +1,40 @@
-"""`prepare`: sources -> target's replies -> `samples/` and `vocab_mapping.safetensors`."""
+"""`prepare`: sources -> conversations -> rows as served -> `samples/` and `vocab_mapping.safetensors`.
 
-import hashlib
-import json
-from collections import Counter
+Everything streams: conversations and rows wait on disk, memory holds hashes and counts.
+"""
+
+import shutil
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.core.atomic import atomic_folder, sha256_file, write_text
+import numpy as np
+
+from draftsmith.core.atomic import atomic_folder, remove, sha256_file, sha256_json, write_text
 from draftsmith.core.config import Config
-from draftsmith.core.conversations import Conversation, Skipped, read_conversations, source_file
+from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.engine import require_vllm
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
-from draftsmith.core.samples import Sample, write_samples
+from draftsmith.core.samples import Sample, SampleWriter
+from draftsmith.core.sources import fingerprint
 from draftsmith.core.target import Target, load_tokenizer, resolve_target
 from draftsmith.core.target_weights import load_target_weights
-from draftsmith.core.vocab import VocabMapping, build_mapping, coverage, save_mapping
-from draftsmith.data.regenerate import Reply, regenerate
+from draftsmith.core.vocab import VocabMapping, build_mapping, save_mapping
+from draftsmith.data.contamination import contamination_sets
+from draftsmith.data.disk_list import DiskList
+from draftsmith.data.inputs import Inputs, read_inputs, source_names
+from draftsmith.data.length import Unfit, fit
+from draftsmith.data.regenerate import regenerate
+from draftsmith.data.rows import Row
+from draftsmith.data.sheet import Examples, sheet_html
+from draftsmith.data.tally import Tally, skipped
 
 SKIPPED = "skipped.jsonl"
+SHEET = "sheet.html"
 
 
 def prepare(config: Config) -> None:
@@ -35,52 +49,70 @@ def prepare(config: Config) -> None:
     tokenizer = load_tokenizer(target, config.target)
     inputs = prepare_inputs(config, target)
     if manifest := read_manifest(run.samples):
-        check_inputs(run.samples, manifest, inputs)
-        if not run.vocab_mapping.is_file() or sha256_file(run.vocab_mapping) != manifest["vocab_mapping_sha256"]:
-            raise UserError(f"{run.vocab_mapping}: missing or damaged.", "Run `draftsmith prepare --fresh`.")
-        say(f"samples: {manifest['counts']['train']} train, {manifest['counts']['eval']} held out (already there)")
+        _already_there(config, run, manifest, inputs)
         return
-    require_vllm("prepare")
-    conversations, skipped = _read_sources(config)
-    _check_skips(config, len(conversations), skipped)
-    _check_target(config, target, tokenizer.all_special_ids)
-    if len(_held_out(config, conversations)) == len(conversations):
-        raise UserError(
-            f"all {len(conversations)} conversations are held out from training (alike ones stay together).",
-            "Add different prompts, or set data.eval_share to 0.",
-        )
-    run.open(config)
-    replies, more = regenerate(config, target, conversations)
-    skipped += more
-    _check_skips(config, len(conversations) - len({s.place for s in more}), skipped)
-    samples = _samples(config, conversations, replies, skipped)
-    _check_skips(config, len(samples), skipped)
-    mapping = _mapping(config, target, tokenizer.all_special_ids, samples)
-    figures = _figures(samples, skipped, mapping)
-    save_mapping(run.vocab_mapping, mapping, {k: figures[k] for k in ("coverage_train", "coverage_eval")})
-    with atomic_folder(run.samples) as folder:
-        write_samples(folder, samples)
-        write_text(folder / SKIPPED, "".join(json.dumps(vars(s), ensure_ascii=False) + "\n" for s in skipped))
-        outputs = {**figures, "vocab_mapping_sha256": sha256_file(run.vocab_mapping)}
-        write_manifest(folder, "prepare", inputs, outputs)
-    say(
-        f"samples: {figures['counts']['train']} train, {figures['counts']['eval']} held out, "
-        f"{figures['reply_tokens']:,} reply tokens; the draft vocabulary holds {figures['coverage_train']:.1%} of them "
-        f"({figures['coverage_eval']:.1%} held out); {len(skipped)} rows skipped -> {run.samples}"
-    )
+    if config.data.replies == "regenerate":
+        require_vllm("prepare")
+    with run.scratch() as scratch:
+        tally = Tally(source_names(config), target.vocab_size, scratch / SKIPPED)
+        read = read_inputs(config, tokenizer, target.vocab_size, scratch, tally)
+        tally.check(config, len(read.conversations))
+        _check_target(config, target, tokenizer.all_special_ids)
+        if read.held_out.all():
+            raise UserError(
+                f"all {len(read.conversations)} conversations are held out from training (alike ones stay together).",
+                "Add different prompts, or set data.eval_share to 0.",
+            )
+        run.open(config)
+        journal = run.journal / sha256_json(inputs)[:16]
+        rows = _made(config, target, tokenizer, read.conversations, journal)
+        samples = _fitting(config, target, read, rows, tally, scratch / "rows")
+        with atomic_folder(run.samples) as folder:
+            examples = _write(folder, samples, tally)
+            mapping = build_mapping(
+                tally.reply_counts("train"), _always(target, tokenizer.all_special_ids), config.data.draft_vocab_size
+            )
+            figures = tally.figures(mapping)
+            save_mapping(run.vocab_mapping, mapping, {k: figures[k] for k in ("coverage_train", "coverage_eval")})
+            tally.close()
+            shutil.move(scratch / SKIPPED, folder / SKIPPED)
+            write_text(folder / SHEET, sheet_html(config, tokenizer, folder, figures, examples))
+            checked = {path: fingerprint(path) for path in contamination_sets(config)}
+            outputs = {**figures, "not_in": checked, "vocab_mapping_sha256": sha256_file(run.vocab_mapping)}
+            write_manifest(folder, "prepare", inputs, outputs)
+    remove(run.journal)
+    _say_figures(config, run, figures, mapping)
 
 
 def prepare_inputs(config: Config, target: Target) -> dict[str, Any]:
-    """Everything that decides the samples."""
+    """Everything that decides the samples, the evaluation sets of `eval.sets` apart."""
     data = config.data.model_dump(mode="json", exclude={"max_skip_share"})
-    for source in data["sources"]:
-        source["sha256"] = sha256_file(source_file(source["path"]))
-    return {"data": data, "seed": config.run.seed, "target": target.fingerprint(config.target)}
+    for given, source in zip(data["sources"], config.data.sources, strict=True):
+        given["sha256"] = fingerprint(source)
+    return {
+        "data": data,
+        "contamination_sha256": [fingerprint(path) for path in config.data.contamination.sets],
+        "seed": config.run.seed,
+        "target": target.fingerprint(config.target),
+    }
+
+
+def _already_there(config: Config, run: RunFolder, manifest: dict[str, Any], inputs: dict[str, Any]) -> None:
+    check_inputs(run.samples, manifest, inputs)
+    if not run.vocab_mapping.is_file() or sha256_file(run.vocab_mapping) != manifest["vocab_mapping_sha256"]:
+        raise UserError(f"{run.vocab_mapping}: missing or damaged.", "Run `draftsmith prepare --fresh`.")
+    say(f"samples: {manifest['counts']['train']} train, {manifest['counts']['eval']} held out (already there)")
+    # An evaluation set that comes later does not undo a capture; but nobody has looked for it in the samples.
+    checked = manifest.get("not_in", {})
+    if new := [path for path in contamination_sets(config) if checked.get(path) != fingerprint(path)]:
+        say(f"warning: the samples were made before {', '.join(new)}; `prepare --fresh` would look for it in them")
 
 
 def _check_target(config: Config, target: Target, special_ids: list[int]) -> None:
     """What would fail a later stage fails here, before the target answers a single prompt."""
-    _mapping(config, target, special_ids, [])
+    build_mapping(
+        np.zeros(target.vocab_size, dtype=np.int64), _always(target, special_ids), config.data.draft_vocab_size
+    )
     load_target_weights(target)
     context = getattr(target.hf_config, "max_position_embeddings", None)
     spare = max(2, max(config.eval.k) + 1)  # capture makes a token more than a sample holds, serving drafts K more
@@ -92,114 +124,88 @@ def _check_target(config: Config, target: Target, special_ids: list[int]) -> Non
         )
 
 
-def _read_sources(config: Config) -> tuple[list[Conversation], list[Skipped]]:
-    conversations: list[Conversation] = []
-    skipped: list[Skipped] = []
-    seen: dict[str, str] = {}
-    for source, name in zip(config.data.sources, _source_names(config), strict=True):
-        taken, before = 0, len(skipped)
-        for row in read_conversations(source.path, name):
-            if source.limit is not None and taken >= source.limit:
-                break
-            if isinstance(row, Skipped):
-                skipped.append(row)
-                continue
-            if _unit_hash(f"weight {config.run.seed} {row.id}") >= source.weight:
-                continue
-            if row.id in seen:
-                skipped.append(Skipped(row.place, "duplicate_id", f"`{row.id}` is also at {seen[row.id]}"))
-                continue
-            seen[row.id] = row.place
-            conversations.append(row)
-            taken += 1
-        if not taken:
-            first = next((f" The first skipped: {s.place}: {s.reason} ({s.detail})." for s in skipped[before:]), "")
-            raise UserError(
-                f"data source `{source.path}` ({source_file(source.path)}) gives no conversation.{first}",
-                "Each line must be an object with `messages` or `prompt`.",
-            )
-    return conversations, skipped
+def _made(
+    config: Config, target: Target, tokenizer: Any, conversations: Sequence[Conversation], journal: Path
+) -> Iterator[Row | Skipped]:
+    yield from regenerate(config, target, conversations, journal)
 
 
-def _source_names(config: Config) -> list[str]:
-    """A name of its own for every source: two files `a/x.jsonl` and `b/x.jsonl` must not share made-up ids."""
-    stems = [Path(source.path).stem for source in config.data.sources]
-    return [stem if stems.count(stem) == 1 else f"{stem}-{i}" for i, stem in enumerate(stems)]
-
-
-def _check_skips(config: Config, used: int, skipped: list[Skipped]) -> None:
-    share = len(skipped) / max(1, used + len(skipped))
-    if skipped and share > config.data.max_skip_share:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(s.reason for s in skipped).most_common())
-        raise UserError(
-            f"{len(skipped)} of {used + len(skipped)} rows cannot be used ({share:.1%}; data.max_skip_share is "
-            f"{config.data.max_skip_share:.1%}): {reasons}. The first: {skipped[0].place}: {skipped[0].detail}.",
-            "Mend the rows, or raise data.max_skip_share.",
-        )
-
-
-def _samples(
-    config: Config, conversations: list[Conversation], replies: list[Reply], skipped: list[Skipped]
-) -> list[Sample]:
-    held_out = _held_out(config, conversations)
-    samples = []
-    for reply in replies:
-        conversation = conversations[reply.conversation]
-        start, end = len(reply.prompt_ids), len(reply.prompt_ids) + len(reply.reply_ids)
-        if end - start < 2:
-            skipped.append(Skipped(conversation.place, "reply_too_short", f"{end - start} tokens: nothing to draft"))
-            continue
-        samples.append(
-            Sample(
-                sample_id=f"{conversation.id}/{reply.turn}",
-                input_ids=reply.prompt_ids + reply.reply_ids,
-                loss_spans=[(start, end)],
-                source=conversation.source,
-                finish_reason=reply.finish_reason,
-                split="eval" if reply.conversation in held_out else "train",
-            )
-        )
-    if not any(s.split == "train" for s in samples):
+def _fitting(
+    config: Config, target: Target, read: Inputs, rows: Iterator[Row | Skipped], tally: Tally, file: Path
+) -> Iterator[Sample]:
+    """Rows that fit, as samples, in the conversations' order: engines answer in any order, runs must be the same."""
+    made: DiskList[Row] = DiskList(file)
+    at, turn = array("Q"), array("L")
+    end_ids = _end_ids(target)
+    for row in rows:
+        kept = row if isinstance(row, Skipped) else fit(row, config.data, end_ids)
+        if isinstance(kept, Unfit):
+            assert isinstance(row, Row)
+            tally.skip(skipped(read.conversations[row.conversation], *kept))
+        elif isinstance(kept, Skipped):
+            tally.skip(kept)
+        else:
+            made.append(kept)
+            at.append(kept.conversation)
+            turn.append(kept.turn)
+    tally.check(config, len(made))
+    if not len(made) or read.held_out[np.asarray(at, dtype=np.int64)].all():
         raise UserError("no training sample came out of the sources.", "Add prompts, or lower data.eval_share.")
-    return samples
+    for i in np.lexsort((np.asarray(turn), np.asarray(at))):
+        row = made[int(i)]
+        conversation = read.conversations[row.conversation]
+        yield Sample(
+            sample_id=f"{conversation.id}/{row.turn}",
+            input_ids=row.input_ids,
+            loss_spans=row.loss_spans,
+            source=conversation.source,
+            finish_reason=row.finish_reason,
+            split="eval" if read.held_out[row.conversation] else "train",
+            author=row.author,
+            conversation_id=conversation.id,
+            turn=row.turn,
+        )
 
 
-def _held_out(config: Config, conversations: list[Conversation]) -> set[int]:
-    """Conversations with the same messages hash alike, so a repeated prompt is never on both sides of the split."""
-    hashes = [_unit_hash(f"split {config.run.seed} {c.messages}") for c in conversations]
-    count = round(len(conversations) * config.data.eval_share)
-    if config.data.eval_share > 0:
-        count = max(1, count)
-    bound = sorted(hashes)[count - 1] if count else -1.0
-    return {i for i, h in enumerate(hashes) if h <= bound}
+def _write(folder: Path, samples: Iterator[Sample], tally: Tally) -> Examples:
+    examples = Examples()
+    with SampleWriter(folder) as writer:
+        for sample in samples:
+            writer.write(sample)
+            tally.use(sample)
+            examples.see(sample)
+    return examples
 
 
-def _unit_hash(text: str) -> float:
-    """A number in [0, 1) that only the text decides."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
-
-
-def _reply_tokens(samples: list[Sample], split: str) -> list[list[int]]:
-    return [s.input_ids[start:end] for s in samples if s.split == split for start, end in s.loss_spans]
-
-
-def _mapping(config: Config, target: Target, special_ids: list[int], samples: list[Sample]) -> VocabMapping:
+def _end_ids(target: Target) -> list[int]:
     eos = getattr(target.hf_config, "eos_token_id", None)
-    ends = [eos] if isinstance(eos, int) else list(eos or [])
-    # Whatever their count: a draft that cannot end a turn is wrong once in every reply.
-    always = [*ends, *special_ids]
-    return build_mapping(_reply_tokens(samples, "train"), always, target.vocab_size, config.data.draft_vocab_size)
+    return [eos] if isinstance(eos, int) else list(eos or [])
 
 
-def _figures(samples: list[Sample], skipped: list[Skipped], mapping: VocabMapping) -> dict[str, Any]:
-    splits = Counter(s.split for s in samples)
-    return {
-        "counts": {"train": splits["train"], "eval": splits["eval"]},
-        "tokens": sum(len(s.input_ids) for s in samples),
-        "reply_tokens": sum(end - start for s in samples for start, end in s.loss_spans),
-        "finish_reasons": dict(Counter(s.finish_reason for s in samples)),
-        "skipped": dict(Counter(s.reason for s in skipped)),
-        "draft_vocab_size": len(mapping.d2t),
-        "coverage_train": coverage(mapping, _reply_tokens(samples, "train")),
-        "coverage_eval": coverage(mapping, _reply_tokens(samples, "eval")),
-    }
+def _always(target: Target, special_ids: list[int]) -> list[int]:
+    """Ids of the draft's vocabulary whatever their count: a draft that cannot end a turn is wrong in every reply."""
+    return [*_end_ids(target), *special_ids]
+
+
+def _say_figures(config: Config, run: RunFolder, figures: dict[str, Any], mapping: VocabMapping) -> None:
+    def counted(key: str) -> str:
+        return ", ".join(f"{n:,} {what}" for what, n in figures[key].items()) or "none"
+
+    say(
+        f"samples: {figures['counts']['train']:,} train, {figures['counts']['eval']:,} held out, "
+        f"{figures['reply_tokens']:,} reply tokens; the draft vocabulary holds {figures['coverage_train']:.1%} of them "
+        f"({figures['coverage_eval']:.1%} held out) -> {run.samples}"
+    )
+    say(f"rows by shape: {counted('shapes')}; skipped: {counted('skipped')}; removed: {counted('removed')}")
+    if cut := figures["finish_reasons"].get("length"):
+        say(f"{cut:,} replies were cut by length and are used as far as they go")
+    ours = {"target", config.target.path, Path(config.target.path).name}
+    others = {name: n for name, n in figures["authors"].items() if name not in ours}
+    if others:
+        say(
+            f"warning: {sum(others.values()):,} samples hold replies that the target is not known to have written "
+            f"({', '.join(others)}); a draft learns another model's habits from them: data.replies=regenerate"
+        )
+    size = len(mapping.d2t)
+    if size % 128 and not mapping.is_full:
+        say(f"data.draft_vocab_size is {size}; {size + 128 - size % 128}, a multiple of 128, would be faster to serve")

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core.config import Config
-from draftsmith.core.conversations import Skipped, read_conversations, render_prompt
+from draftsmith.core.conversations import Skipped
 from draftsmith.core.engine import generate, in_engine_process, vllm_engine
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.progress import meter
+from draftsmith.core.rendering import render_prompt
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import read_samples
+from draftsmith.core.sources import read_conversations, source_name
 from draftsmith.core.target import Target, load_tokenizer
 
 HELD_OUT = "held_out"
@@ -66,9 +68,12 @@ def prompt_sets(config: Config, target: Target) -> list[PromptSet]:
                     f"eval.sets: {row.place}: {row.reason} ({row.detail}).",
                     "Every row of a set is used: mend it.",
                 )
-            upto = row.user_turns[-1] + 1
-            prompts.append(render_prompt(tokenizer, list(row.messages[:upto]), row.place))
-        name = Path(path).stem
+            if row.tokens:
+                prompts.append(row.tokens[0].prompt_ids)
+            else:
+                kwargs = config.target.chat_template_kwargs
+                prompts.append(render_prompt(tokenizer, row.request, row.place, row.tools, kwargs))
+        name = source_name(path)
         taken = {s.name for s in sets}
         sets.append(_prompt_set(config, name if name not in taken else f"{name}-{len(sets)}", prompts))
     if not sets or not all(s.prompts for s in sets):

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from draftsmith.core.atomic import sha256_file
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
-from draftsmith.core.conversations import source_file
 from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.engine import require_vllm
 from draftsmith.core.errors import UserError
@@ -20,6 +18,7 @@ from draftsmith.core.manifest import (
 )
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
+from draftsmith.core.sources import fingerprint
 from draftsmith.core.target import resolve_target
 from draftsmith.eval.offline import HeldOut, objective_figures, release_memory, replay
 from draftsmith.eval.report import write_report
@@ -79,7 +78,7 @@ def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
         "export_manifest_sha256": manifest_hash(run.export),
         "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
         "eval": config.eval.model_dump(mode="json"),
-        "sets": [sha256_file(source_file(path)) for path in config.eval.sets],
+        "sets": [fingerprint(path) for path in config.eval.sets],
         "sampling": config.data.sampling.model_dump(mode="json"),
         "tensor_parallel": config.target.tensor_parallel,
         "engine_args": config.target.engine_args,

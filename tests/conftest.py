@@ -188,10 +188,12 @@ def _write_samples(config: Config, run: RunFolder, samples: list[Sample], inputs
     from draftsmith.core.atomic import sha256_file
     from draftsmith.core.manifest import write_manifest
     from draftsmith.core.samples import write_samples
-    from draftsmith.core.vocab import build_mapping, save_mapping
+    from draftsmith.core.vocab import build_mapping, count_tokens, save_mapping
 
     replies = [s.input_ids[a:b] for s in samples for a, b in s.loss_spans if s.split == "train"]
-    save_mapping(run.vocab_mapping, build_mapping(replies, [0, 1], VOCAB, config.data.draft_vocab_size), {})
+    save_mapping(
+        run.vocab_mapping, build_mapping(count_tokens(replies, VOCAB), [0, 1], config.data.draft_vocab_size), {}
+    )
     run.samples.mkdir()
     write_samples(run.samples, samples)
     counts = {"train": len(samples) - NUM_EVAL, "eval": NUM_EVAL}

@@ -101,12 +101,12 @@ def test_a_kill_leaves_no_folder_and_the_next_run_clears_up(make_config, place):
 WRITE_WITH_A_SIZE_LIMIT = """
 import resource, signal, sys
 from pathlib import Path
-from draftsmith.core.vocab import build_mapping, save_mapping
+from draftsmith.core.vocab import build_mapping, count_tokens, save_mapping
 if sys.argv[2] == "killed":
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the write that goes beyond the limit ends the process
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-save_mapping(Path(sys.argv[1]), build_mapping([], [], 512, 512), {})
+save_mapping(Path(sys.argv[1]), build_mapping(count_tokens([], 512), [], 512), {})
 """
 
 

@@ -6,15 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.core.errors import UserError
-from draftsmith.core.vocab import build_mapping, coverage, load_mapping, save_mapping
+from draftsmith.core.vocab import TokenCounts, build_mapping, count_tokens, coverage, load_mapping, save_mapping
+
+
+def mapping_of(replies, always, vocab_size, draft_vocab_size):
+    return build_mapping(count_tokens(replies, vocab_size), always, draft_vocab_size)
 
 
 def kept(*args):
-    return build_mapping(*args).target_ids.tolist()
+    return mapping_of(*args).target_ids.tolist()
 
 
 def test_d2t_holds_offsets_not_ids():
-    mapping = build_mapping([[9, 9, 5]], [], 12, 2)
+    mapping = mapping_of([[9, 9, 5]], [], 12, 2)
     assert mapping.d2t.tolist() == [5, 8]
     assert mapping.target_ids.tolist() == [5, 9]
     assert np.flatnonzero(mapping.t2d).tolist() == [5, 9]
@@ -47,32 +51,44 @@ def test_ids_outside_the_vocabulary_are_not_kept():
 
 def test_more_special_ids_than_room_are_refused():
     with pytest.raises(UserError, match="3 special tokens are always kept"):
-        build_mapping([], [1, 2, 3], 20, 2)
+        mapping_of([], [1, 2, 3], 20, 2)
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused():
     with pytest.raises(UserError, match=r"data\.draft_vocab_size is 21, and the target has only 20"):
-        build_mapping([], [], 20, 21)
+        mapping_of([], [], 20, 21)
 
 
 @pytest.mark.parametrize("size", [None, 20])
 def test_the_full_vocabulary_maps_every_id_to_itself(size):
-    mapping = build_mapping([[3]], [], 20, size)
+    mapping = mapping_of([[3]], [], 20, size)
     assert mapping.is_full and mapping.t2d.all() and not mapping.d2t.any()
 
 
 def test_a_reduced_vocabulary_is_not_full():
-    assert not build_mapping([], [], 20, 19).is_full
+    assert not mapping_of([], [], 20, 19).is_full
+
+
+def test_tokens_that_stream_by_in_any_portions_are_counted_alike():
+    ids = np.random.default_rng(0).integers(0, 50, 200_000).tolist()
+    counts = TokenCounts(50)
+    for start in range(0, len(ids), 7777):
+        counts.add(ids[start : start + 7777])
+    assert counts.counts.tolist() == np.bincount(ids, minlength=50).tolist()
+
+
+def test_expected_mass_ranks_like_counts():
+    assert build_mapping(np.array([0.1, 0.0, 2.5, 0.3]), [], 2).target_ids.tolist() == [2, 3]
 
 
 def test_coverage_is_the_share_of_tokens():
-    mapping = build_mapping([[1, 1, 1, 2]], [], 20, 1)
-    assert coverage(mapping, [[1, 1, 1, 2], []]) == 0.75
-    assert coverage(mapping, []) == 0.0
+    mapping = mapping_of([[1, 1, 1, 2]], [], 20, 1)
+    assert coverage(mapping, count_tokens([[1, 1, 1, 2], []], 20)) == 0.75
+    assert coverage(mapping, count_tokens([], 20)) == 0.0
 
 
 def test_a_mapping_is_read_back_as_it_was_written(tmp_path):
-    mapping = build_mapping([[5, 9, 9]], [], 12, 4)
+    mapping = mapping_of([[5, 9, 9]], [], 12, 4)
     save_mapping(tmp_path / "m.safetensors", mapping, {"coverage_train": 1.0})
     read = load_mapping(tmp_path / "m.safetensors")
     assert np.array_equal(read.d2t, mapping.d2t) and np.array_equal(read.t2d, mapping.t2d)
@@ -92,7 +108,7 @@ def test_any_replies_give_a_consistent_mapping(data):
     always = data.draw(st.lists(token, max_size=5))
     size = data.draw(st.integers(len(set(always)) or 1, vocab))
     replies = data.draw(st.lists(st.lists(token, max_size=20), max_size=5))
-    mapping = build_mapping(replies, always, vocab, size)
+    mapping = mapping_of(replies, always, vocab, size)
     ids = mapping.target_ids.tolist()
     assert len(mapping.d2t) == size and len(mapping.t2d) == vocab
     assert ids == sorted(set(ids)) and set(ids) == set(np.flatnonzero(mapping.t2d).tolist())

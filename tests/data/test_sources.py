@@ -1,276 +1,227 @@
-"""Sources: every line is a conversation or is skipped for a stated reason at a stated place; nothing is guessed."""
+"""Sources: whatever the file format, every row comes out, at its place, in bounded memory."""
 
+import gzip
 import json
+import tracemalloc
 from collections import Counter
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from draftsmith.core.config import TargetConfig
-from draftsmith.core.conversations import DEMO, Conversation, Skipped, read_conversations, render_prompt
+from draftsmith.core import sources
+from draftsmith.core.config import SourceConfig
+from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.errors import UserError
-from draftsmith.core.target import load_tokenizer, resolve_target
-from draftsmith.data.stage import _check_skips, _held_out, _read_sources, prepare_inputs
+from draftsmith.core.rendering import render_prompt
+from draftsmith.core.sources import DEMO, fingerprint, read_conversations, source_name
+
+ROWS = [{"prompt": f"question {i} naïve 日本"} for i in range(5)]
 
 
-def user(text="hi"):
-    return {"role": "user", "content": text}
+def prompts(rows):
+    return [row.messages[0]["content"] for row in rows]
 
 
-def assistant(text="hello"):
-    return {"role": "assistant", "content": text}
+def write_parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def system(text="be kind"):
-    return {"role": "system", "content": text}
+WRITERS = {
+    "rows.jsonl": lambda path: path.write_text("".join(json.dumps(r) + "\n" for r in ROWS)),
+    "rows.ndjson": lambda path: path.write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in ROWS)),
+    "rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode())),
+    "rows.json": lambda path: path.write_text(json.dumps(ROWS, indent=2)),
+    "lines.json": lambda path: path.write_text("".join(json.dumps(r) + "\n" for r in ROWS)),
+    "rows.parquet": lambda path: write_parquet(path, ROWS),
+}
 
 
-@pytest.fixture
-def source(tmp_path):
-    """`source(row, ...)`: path of a JSONL file; rows are objects, or raw lines."""
-
-    def write(*rows, name="s.jsonl"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
-        return str(path)
-
-    return write
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_its_rows_in_order_and_says_where_they_stand(tmp_path, name):
+    path = tmp_path / name
+    WRITERS[name](path)
+    shapes = Counter()
+    rows = list(read_conversations(str(path), shapes=shapes))
+    assert prompts(rows) == [r["prompt"] for r in ROWS] and shapes == {"prompt": 5}
+    assert all(row.place.startswith(f"{path}, ") and row.place.endswith(f" {i + 1}") for i, row in enumerate(rows))
+    assert [row.id for row in rows] == [f"{name.split('.')[0]}-{i:07d}" for i in range(1, 6)]
 
 
-def chats(*conversations):
-    return [{"messages": list(c)} for c in conversations]
+def test_a_folder_is_all_its_files_and_made_up_ids_differ(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for name in ("rows.jsonl", "rows.parquet"):
+            WRITERS[name](tmp_path / folder / name)
+    (tmp_path / "README.md").write_text("not a source")
+    rows = list(read_conversations(str(tmp_path)))
+    assert prompts(rows) == [r["prompt"] for r in ROWS] * 4
+    # Two formats of one stem in one folder are the same shard twice: those ids may repeat, and are told apart later.
+    assert len({row.id for row in rows}) == 10
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ("{not json", "not_json"),
-        ('{"prompt": "cut', "not_json"),
-        ("[1, 2]", "not_an_object"),
-        ('"text"', "not_an_object"),
-        ("null", "not_an_object"),
-        ({}, "no_messages"),
-        ({"messages": []}, "no_messages"),
-        ({"messages": None}, "no_messages"),
-        ({"messages": "hi"}, "no_messages"),
-        ({"prompt": ["hi"]}, "no_messages"),
-        ({"prompt": ""}, "empty_content"),
-        ({"messages": ["hi"]}, "unknown_role"),
-        ({"messages": [{"content": "hi"}]}, "unknown_role"),
-        ({"messages": [{"from": "human", "value": "hi"}]}, "unknown_role"),
-        ({"messages": [{"role": "human", "content": "hi"}]}, "unknown_role"),
-        ({"messages": [user(), {"role": "tool", "content": "4"}]}, "unknown_role"),
-        ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown_role"),
-        ({"messages": [{"role": "user"}]}, "empty_content"),
-        ({"messages": [user("")]}, "empty_content"),
-        ({"messages": [user(" \n")]}, "empty_content"),
-        ({"messages": [{"role": "user", "content": None}]}, "empty_content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "empty_content"),
-        ({"messages": [user(), {"role": "assistant", "content": None}]}, "empty_content"),
-        ({"messages": [user(), system()]}, "late_system"),
-        ({"messages": [system(), system(), user()]}, "late_system"),
-        ({"messages": [system()]}, "no_user_turn"),
-        ({"messages": [assistant()]}, "no_user_turn"),
-        ({"messages": [assistant(), user()]}, "turns_out_of_order"),
-        ({"messages": [user(), user()]}, "turns_out_of_order"),
-        ({"messages": [user(), assistant(), assistant()]}, "turns_out_of_order"),
-    ],
-)
-def test_a_bad_row_is_skipped_with_its_reason_and_place(source, row, reason):
-    path = source({"prompt": "fine"}, row)
-    good, bad = read_conversations(path)
-    assert isinstance(good, Conversation) and isinstance(bad, Skipped)
-    assert (bad.reason, bad.place) == (reason, f"{path}, line 2")
-    assert bad.detail
+def test_a_json_file_of_one_object_is_one_row(tmp_path):
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps({"prompt": "a"}, indent=2))
+    assert prompts(read_conversations(str(path))) == ["a"]
+    path.write_text('{"prompt":\n "a"')
+    (row,) = read_conversations(str(path))
+    assert row.reason == "not_json" and row.place == str(path)
 
 
-@pytest.mark.parametrize(
-    ("row", "roles", "turns"),
-    [
-        ({"prompt": "hi"}, "user", [0]),
-        ({"messages": [user()]}, "user", [0]),
-        ({"messages": [user(), assistant()]}, "user assistant", [0]),
-        ({"messages": [system(), user(), assistant(), user()]}, "system user assistant user", [1, 3]),
-        ({"messages": [{**user(), "name": "Ann"}], "prompt": "ignored"}, "user", [0]),
-    ],
-)
-def test_good_shapes(source, row, roles, turns):
-    (conversation,) = read_conversations(source(row))
-    assert " ".join(m["role"] for m in conversation.messages) == roles
-    assert conversation.user_turns == turns
-    assert all(m.keys() == {"role", "content"} for m in conversation.messages)
+def test_hidden_files_of_a_folder_are_no_sources(tmp_path):
+    for name in ("a.jsonl", ".cache/b.jsonl", ".c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    assert len(list(read_conversations(str(tmp_path)))) == 1
 
 
-def test_text_is_kept_as_it_is(source):
-    text = "  naïve 日本語 🙂\u2028 <|im_end|>\r\n"
-    (conversation,) = read_conversations(source({"prompt": text}))
-    assert conversation.messages == (user(text),)
+def test_a_folder_without_files_is_refused(tmp_path):
+    with pytest.raises(UserError, match="the folder holds no"):
+        list(read_conversations(str(tmp_path)))
 
 
-def test_ids_are_the_rows_own_or_file_and_line(source):
-    rows = read_conversations(
-        source({"prompt": "a", "id": "x"}, {"prompt": "b"}, {"prompt": "c", "id": 7}, "", {"prompt": "d"})
-    )
-    assert [r.id for r in rows] == ["x", "s-0000002", "7", "s-0000005"]
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "data/nowhere.jsonl", "/no/where"])
+def test_a_missing_source_is_named(name):
+    with pytest.raises(UserError, match=f"data source `{name}`: no such file or folder"):
+        list(read_conversations(name))
 
 
-def test_windows_line_ends_and_blank_lines_are_no_rows(tmp_path):
+def test_bad_lines_are_skipped_at_their_places_and_the_others_are_read(tmp_path):
     path = tmp_path / "w.jsonl"
-    path.write_bytes(b'{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}')
+    lines = [b'{"prompt": "a"}', b"{not json", b'{"prompt": "na\xefve"}', b"", b" \r", b'{"prompt": "cut', b"[1]"]
+    path.write_bytes(b"\n".join([*lines, b"[" * 100_000, b'{"prompt": "b"}\r']))
     rows = list(read_conversations(str(path)))
-    assert [r.place for r in rows] == [f"{path}, line 1", f"{path}, line 4"]
-    assert [r.messages[0]["content"] for r in rows] == ["a", "b"]
+    assert prompts(r for r in rows if isinstance(r, Conversation)) == ["a", "b"]
+    skipped = [(r.reason, r.place) for r in rows if isinstance(r, Skipped)]
+    assert skipped == [
+        ("not_json", f"{path}, line 2"),
+        ("not_utf8", f"{path}, line 3"),
+        ("not_json", f"{path}, line 6"),
+        ("not_an_object", f"{path}, line 7"),
+        ("not_json", f"{path}, line 8"),
+    ]
+    assert {r.source for r in rows} == {"w"}
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
-    path = tmp_path / "bom.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert [type(r) for r in read_conversations(str(path))] == [Conversation, Conversation]
+@pytest.mark.parametrize("name", ["bom.jsonl", "bom.json"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path, name):
+    path = tmp_path / name
+    text = '{"prompt": "a"}\n{"prompt": "b"}\n' if name == "bom.jsonl" else '[{"prompt": "a"}, {"prompt": "b"}]'
+    path.write_text(text, encoding="utf-8-sig")
+    assert prompts(read_conversations(str(path))) == ["a", "b"]
 
 
-def test_a_file_that_is_not_utf8_is_refused(tmp_path):
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes('{"prompt": "naïve"}'.encode("latin-1"))
-    with pytest.raises(UserError, match=r"latin\.jsonl: not UTF-8 text"):
+@pytest.mark.parametrize("text", ['[{"prompt": "a"}, {"prompt": ]', '[{"prompt": "a"}', '[{"prompt": "a"},'])
+def test_a_broken_json_file_is_named_with_the_element(tmp_path, text):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"broken\.json, element [12]: not valid JSON"):
         list(read_conversations(str(path)))
 
 
-def test_a_missing_source_is_named():
-    with pytest.raises(UserError, match=r"data source `nowhere\.jsonl`: no such file"):
-        list(read_conversations("nowhere.jsonl"))
+@pytest.mark.parametrize("name", ["bad.parquet", "bad.jsonl.gz"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"no such format")
+    with pytest.raises(UserError, match=name):
+        list(read_conversations(str(tmp_path / name)))
 
 
-# ---- the sources of a config -----------------------------------------------------------------------------------------
+def test_rows_of_other_shapes_in_one_array_are_told_apart(tmp_path):
+    path = tmp_path / "mixed.json"
+    rows = [1, "a, b ] [", None, {"prompt": "a"}, [], {"prompt_token_ids": [1]}, 2.5]
+    path.write_text(json.dumps(rows))
+    shapes = Counter()
+    read = list(read_conversations(str(path), shapes=shapes))
+    assert [isinstance(r, Conversation) for r in read] == [False, False, False, True, False, True, False]
+    assert shapes == {"prompt": 1, "token_ids": 1}
 
 
-@pytest.fixture
-def read(make_config):
-    def read_all(*paths, seed=0, **source):
-        return _read_sources(make_config(run={"seed": seed}, data={"sources": [{"path": p, **source} for p in paths]}))
-
-    return read_all
-
-
-def prompts(count, start=0):
-    return [{"prompt": f"question {i}"} for i in range(start, start + count)]
-
-
-@pytest.mark.parametrize("rows", [[], ["", "  "]])
-def test_an_empty_source_is_refused(read, source, rows):
-    with pytest.raises(UserError, match=r"s\.jsonl.*gives no conversation"):
-        read(source(*rows))
+@settings(deadline=None, derandomize=True, database=None, max_examples=60)
+@given(st.lists(st.text(max_size=40), max_size=8), st.integers(2, 60), st.sampled_from([None, 2]))
+def test_an_array_is_read_alike_whatever_the_size_of_the_portions(tmp_path_factory, texts, chunk, indent):
+    path = tmp_path_factory.mktemp("array") / "a.json"
+    path.write_text(json.dumps([{"prompt": t} for t in texts], indent=indent, ensure_ascii=True))
+    whole = list(read_conversations(str(path)))
+    before, sources._CHUNK = sources._CHUNK, chunk
+    try:
+        assert list(read_conversations(str(path))) == whole and len(whole) == len(texts)
+    finally:
+        sources._CHUNK = before
 
 
-def test_a_source_of_bad_rows_only_is_refused_with_the_first_of_them(read, source):
-    with pytest.raises(UserError, match=r"gives no conversation\. The first skipped: .*s\.jsonl, line 1: not_json"):
-        read(source("{", "{}"))
+@pytest.mark.parametrize("name", ["big.jsonl", "big.json", "big.parquet"])
+def test_a_large_file_is_read_in_bounded_memory(tmp_path, name):
+    path, rows = tmp_path / name, [{"prompt": f"{i} " + "x" * 20_000} for i in range(2000)]
+    if name.endswith("jsonl"):
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    elif name.endswith("json"):
+        path.write_text(json.dumps(rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=200)
+    del rows
+    tracemalloc.start()
+    assert sum(isinstance(r, Conversation) for r in read_conversations(str(path))) == 2000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16e6  # of 40 MB
 
 
-def test_the_first_skipped_row_that_is_named_belongs_to_the_empty_source(read, source):
-    with pytest.raises(UserError) as error:
-        read(source({"prompt": "a"}, "{", name="a.jsonl"), source("{}", name="b.jsonl"))
-    assert "b.jsonl, line 1" in str(error.value) and "a.jsonl" not in str(error.value)
+# ---- Hugging Face data sets ------------------------------------------------------------------------------------------
 
 
-def test_a_repeated_id_is_skipped_and_names_the_other_place(read, source):
-    path = source({"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"})
-    conversations, (skipped,) = read(path)
-    assert [c.messages[0]["content"] for c in conversations] == ["a"]
-    assert (skipped.reason, skipped.place) == ("duplicate_id", f"{path}, line 2")
-    assert f"{path}, line 1" in skipped.detail
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_is_read_through_the_library(tmp_path, monkeypatch, streaming):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    WRITERS["rows.parquet"](folder / "rows.parquet")
+    config = SourceConfig(path=f"hf:{folder}", streaming=streaming)
+    rows = list(read_conversations(config))
+    assert prompts(rows) == [r["prompt"] for r in ROWS]
+    assert rows[1].place == f"hf:{folder}[train], row 2" and rows[1].id == "set-0000002"
+    with pytest.raises(UserError, match="split `test`"):
+        list(read_conversations(SourceConfig(path=f"hf:{folder}", streaming=streaming, split="test")))
 
 
-def test_two_files_of_one_name_keep_all_their_rows(read, source):
-    paths = [source(*prompts(2), name="a/train.jsonl"), source(*prompts(2, 2), name="b/train.jsonl")]
-    conversations, skipped = read(*paths)
-    assert skipped == [] and len({c.id for c in conversations}) == 4
+@pytest.mark.parametrize("path", ["hf:nobody/nothing-of-this-name", "nobody/nothing-of-this-name"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_that_cannot_be_reached_is_said(path, streaming, monkeypatch):
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"nothing-of-this-name.*could not be read.*network"):
+        list(read_conversations(SourceConfig(path=path, streaming=streaming)))
 
 
-def test_an_id_with_half_a_surrogate_pair_does_not_stop_the_others(read, source):
-    conversations, skipped = read(source('{"prompt": "a", "id": "\\ud83d"}', {"prompt": "b"}))
-    assert len(conversations) + len(skipped) == 2 and conversations[-1].messages == (user("b"),)
+def test_names_of_sources():
+    assert [source_name(p) for p in ("a/x.jsonl.gz", "hf:org/set", "org/set", "folder/", DEMO)] == [
+        "x",
+        "set",
+        "set",
+        "folder",
+        DEMO,
+    ]
 
 
-def test_limit_takes_the_first_good_rows(read, source):
-    conversations, _ = read(source("{", *prompts(5)), limit=3)
-    assert [c.messages[0]["content"] for c in conversations] == ["question 0", "question 1", "question 2"]
+def test_a_fingerprint_follows_content_and_not_the_place(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        WRITERS["rows.jsonl"](tmp_path / name / "rows.jsonl")
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert fingerprint(str(a)) == fingerprint(str(b)) and fingerprint(str(a / "rows.jsonl"))
+    (b / "rows.jsonl").write_text('{"prompt": "other"}\n')
+    assert fingerprint(str(a)) != fingerprint(str(b))
+    assert fingerprint("hf:org/name") is None  # its revision is in the config
 
 
-def test_rows_beyond_the_limit_are_not_counted_as_skipped(read, source):
-    _, skipped = read(source(*prompts(3), "{", "{", "{", *prompts(1, 3)), limit=3)
-    assert skipped == []
-
-
-def test_weight_draws_its_share_by_seed(read, source):
-    path = source(*prompts(400))
-    drawn, _ = read(path, weight=0.25)
-    again, _ = read(path, weight=0.25)
-    other, _ = read(path, weight=0.25, seed=1)
-    assert drawn == again != other
-    assert 60 < len(drawn) < 140  # 100 expected, 4.6 standard deviations either way
-    assert len(read(path, weight=1.0)[0]) == 400
-
-
-def test_a_larger_weight_draws_the_same_rows_and_more(read, source):
-    path = source(*prompts(100))
-    few, many = ({c.id for c in read(path, weight=w)[0]} for w in (0.2, 0.6))
-    assert few < many
-
-
-def test_too_many_unusable_rows_stop_with_counts_and_the_first_place(make_config):
-    config = make_config(data={"max_skip_share": 0.1})
-    skipped = [Skipped("f, line 3", "not_json", "x"), Skipped("f, line 4", "not_json", "x"), Skipped("g", "late", "y")]
-    with pytest.raises(UserError) as error:
-        _check_skips(config, 17, skipped)
-    for part in ("3 of 20 rows", "15.0%", "2 not_json, 1 late", "f, line 3", "data.max_skip_share"):
-        assert part in str(error.value)
-    _check_skips(config, 27, skipped)
-
-
-# ---- the held-out split ----------------------------------------------------------------------------------------------
-
-
-def talks(*texts):
-    return [Conversation(f"id-{i}", "s", f"f, line {i}", (user(t),)) for i, t in enumerate(texts)]
-
-
-def test_the_held_out_count_is_exact(make_config):
-    config = make_config(data={"eval_share": 0.1})
-    for count in (10, 11, 57, 300):
-        assert len(_held_out(config, talks(*map(str, range(count))))) == round(count / 10)
-
-
-def test_something_is_held_out_of_a_small_source_and_nothing_where_nothing_is_asked(make_config):
-    some = talks("a", "b", "c")
-    assert len(_held_out(make_config(data={"eval_share": 0.01}), some)) == 1
-    assert _held_out(make_config(data={"eval_share": 0.0}), some) == set()
-
-
-def test_a_repeated_prompt_is_never_on_both_sides(make_config):
-    texts = [str(i % 40) for i in range(200)]
-    for seed in range(5):
-        held = _held_out(make_config(run={"seed": seed}, data={"eval_share": 0.2}), talks(*texts))
-        sides = {(text, i in held) for i, text in enumerate(texts)}
-        assert len(sides) == 40 and 0 < len(held) < 200
-
-
-def test_the_split_follows_content_and_seed_and_not_the_order(make_config):
-    texts = [str(i) for i in range(50)]
-
-    def held(order, seed=0):
-        found = _held_out(make_config(run={"seed": seed}), talks(*order))
-        return {order[i] for i in found}
-
-    assert held(texts) == held(texts[::-1]) != held(texts, seed=1)
-
-
-# ---- the packaged prompts, and what a sample depends on --------------------------------------------------------------
-
-
-@pytest.fixture
-def tokenizer(tiny_target):
-    config = TargetConfig(path=str(tiny_target))
-    return load_tokenizer(resolve_target(config), config)
+# ---- the packaged prompts --------------------------------------------------------------------------------------------
 
 
 def test_the_demo_prompts_are_many_unique_and_all_usable(tokenizer):
@@ -279,44 +230,3 @@ def test_the_demo_prompts_are_many_unique_and_all_usable(tokenizer):
     assert not [text for text, n in Counter(str(r.messages) for r in rows).items() if n > 1]
     assert len({r.id for r in rows}) == len(rows)
     assert all(render_prompt(tokenizer, list(r.messages), r.place) for r in rows)
-
-
-def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('no system, please') }}"
-    with pytest.raises(UserError, match=r"f, line 3: the chat template refuses it \(no system, please\)"):
-        render_prompt(tokenizer, [system()], "f, line 3")
-
-
-def test_text_that_no_tokenizer_takes_is_named(tokenizer):
-    with pytest.raises(UserError, match="f, line 3"):
-        render_prompt(tokenizer, [user("half a pair: \ud83d")], "f, line 3")
-
-
-def test_the_rendered_prompt_ends_with_the_generation_prompt(tokenizer):
-    ids = render_prompt(tokenizer, [user("hi"), assistant("yo"), user("<|im_end|>?")], "f")
-    assert all(isinstance(i, int) for i in ids)
-    assert tokenizer.decode(ids).endswith("<|im_end|>?<|im_end|>\n<|im_start|>assistant\n")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"run": {"seed": 1}},
-        {"data": {"max_length": 65}},
-        {"data": {"draft_vocab_size": 100}},
-        {"data": {"eval_share": 0.3}},
-        {"data": {"sampling": {"temperature": 0.5, "max_tokens": 16}}},
-        {"target": {"dtype": "float32"}},
-    ],
-)
-def test_every_setting_that_decides_the_samples_is_an_input(synthetic_run, changed, change):
-    target = resolve_target(synthetic_run.target)
-    assert prepare_inputs(changed(synthetic_run, **change), target) != prepare_inputs(synthetic_run, target)
-
-
-def test_a_changed_source_file_is_another_input(make_config, source):
-    config = make_config(data={"sources": [{"path": source(*prompts(3))}]})
-    target = resolve_target(config.target)
-    before = prepare_inputs(config, target)
-    source(*prompts(4))
-    assert prepare_inputs(config, target) != before
