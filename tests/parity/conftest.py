@@ -132,7 +132,7 @@ def checkpoint_of(
     return make
 
 
-# ---- small objectives and random packed batches, for the alignment -----------------------------------------------------
+# ---- small objectives and random packed batches, for the alignment ---------------------------------------------------
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_AUX = 32, 40, 16, 3
 
