@@ -6,11 +6,10 @@ for completion. Loading (YAML, overrides, error messages) is in `config_io.py`.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-LossName = Literal["soft_ce", "soft_ce_full", "kl", "lk_alpha", "lk_lambda"]
+from draftsmith.core.config_train import DraftConfig, TrainConfig
+from draftsmith.core.section import PositiveInt, Section, Share
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "ignore"]
 # OpenAI's names and those of ShareGPT exports. Names of models are not among them: who they are, only the user knows.
@@ -57,12 +56,6 @@ _NOT_FOR_TEMPLATES = {
     "return_tensors",
     "return_assistant_tokens_mask",
 }
-
-
-class Section(BaseModel):
-    """Base of all sections: an unknown key is an error, a value is never silently converted."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -275,100 +268,6 @@ class CaptureConfig(Section):
         0.01, description="A larger share of samples with non-finite or all-zero states stops the stage."
     )
     probe: ProbeConfig = ProbeConfig()
-
-
-class DraftConfig(Section):
-    """Shape of the EAGLE3 head; null means: as in the target."""
-
-    num_heads: PositiveInt | None = Field(None, description="Attention heads.")
-    num_kv_heads: PositiveInt | None = Field(None, description="Key/value heads.")
-    head_dim: PositiveInt | None = Field(None, description="Width of one head.")
-    intermediate_size: PositiveInt | None = Field(None, description="Width of the MLP.")
-    norm_before_residual: bool = Field(False, description="The residual branch takes the normed feature.")
-    norm_before_fc: bool = Field(False, description="One RMSNorm over the concatenated auxiliary states.")
-    fc_norm: bool = Field(False, description="One RMSNorm per auxiliary state (EAGLE 3.1).")
-    norm_output: bool = Field(False, description="The next step is fed the normed output (EAGLE 3.1).")
-    rope: dict[str, Any] | None = Field(
-        None,
-        description="Rotary parameters as transformers spells them, e.g. {rope_type: default, rope_theta: 10000.0}; "
-        "rope_type is default, linear, llama3 or yarn.",
-    )
-    partial_rotary_factor: float | None = Field(
-        None,
-        gt=0.0,
-        le=1.0,
-        description="Share of each head that is rotated; null: all of it, whatever the target does.",
-    )
-    sliding_window: PositiveInt | None = Field(
-        None,
-        description="Positions that attention looks back over, its own included; null: all, except where every layer "
-        "of the target has a window, which vLLM then gives to the draft too.",
-    )
-    train_embedding: bool = Field(False, description="Train an embedding of the draft's own, starting at the target's.")
-    train_lm_head: bool = Field(True, description="false: keep the target's lm_head rows as they are.")
-    init: Literal["target", "random"] = Field(
-        "target",
-        description="target: start from the target's lm_head rows, with fc passing on its last auxiliary state.",
-    )
-
-    @model_validator(mode="after")
-    def _frozen_head_is_the_targets(self) -> Self:
-        if not self.train_lm_head and self.init == "random":
-            raise ValueError("draft.train_lm_head: false keeps the initial lm_head; draft.init must be target then")
-        return self
-
-
-class TrainConfig(Section):
-    """Training-time test of the EAGLE3 head."""
-
-    engine: Literal["accelerate"] = Field("accelerate", description="accelerate: one process per GPU, or the CPU.")
-    ttt_steps: PositiveInt = Field(7, description="Training-time-test steps J.")
-    step_decay: float = Field(0.8, gt=0.0, le=1.0, description="Step j weighs step_decay^(j-1) in the loss.")
-    loss: LossName = Field(
-        "soft_ce",
-        description="soft_ce: soft cross-entropy against the target renormalised over the draft vocabulary; "
-        "soft_ce_full: against its full-vocabulary probabilities; kl: soft_ce less the target's entropy; "
-        "lk_alpha, lk_lambda: the acceptance rate itself (arXiv:2602.23881).",
-    )
-    loss_temperature: float = Field(1.0, gt=0.0, description="The loss divides the logits of draft and target by it.")
-    lk_eta: float = Field(
-        3.0, ge=0.0, description="lk_lambda: KL weighs exp(-lk_eta * acceptance), total variation the rest."
-    )
-    hidden_noise: float = Field(
-        0.0, ge=0.0, description="Noise on the auxiliary states, as a share of each state's rms; training only."
-    )
-    hidden_noise_kind: Literal["uniform", "gaussian"] = Field(
-        "uniform", description="uniform: within +- hidden_noise; gaussian: of that standard deviation."
-    )
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Matrix products; weights stay float32. auto: bfloat16 on a GPU or a CPU that has it."
-    )
-    kernels: Literal["auto", "fused", "eager"] = Field(
-        "auto",
-        description="fused: the hand-written GPU pass; eager: plain PyTorch, its reference. auto: fused on a GPU in "
-        "bfloat16.",
-    )
-    logits_bytes: int = Field(
-        4 * 1024**3, ge=1024, description="The fused pass holds at most about this many bytes of the draft's logits."
-    )
-    tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of one batch on one process.")
-    epochs: PositiveInt = Field(10, description="Passes over the training samples.")
-    learning_rate: float = Field(1.0e-4, gt=0.0)
-    betas: list[Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
-        default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW moments' decay."
-    )
-    weight_decay: float = Field(0.0, ge=0.0)
-    warmup_ratio: float = Field(0.015, ge=0.0, lt=1.0, description="Share of the optimizer steps that warm up.")
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    max_grad_norm: float = Field(0.5, gt=0.0, description="Gradients are clipped to this norm.")
-    max_skipped_steps: PositiveInt = Field(10, description="Non-finite gradients in a row that stop training.")
-    log_interval: PositiveInt = Field(10, description="Optimizer steps between log lines.")
-    eval_interval: PositiveInt = Field(200, description="Optimizer steps between evaluations on held-out samples.")
-    save_interval: PositiveInt = Field(200, description="Optimizer steps between checkpoints.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
-    trackers: list[Literal["wandb", "tensorboard", "trackio"]] = Field(
-        default_factory=list, description="Accelerate trackers; metrics.jsonl is always written."
-    )
 
 
 class EvalConfig(Section):

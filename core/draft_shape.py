@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from draftsmith.core.config import DraftConfig
+from draftsmith.core.config_train import DraftConfig
 from draftsmith.core.errors import UserError
 from draftsmith.core.rope import resolve_rope
 from draftsmith.core.target import Target

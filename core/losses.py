@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.core.config import LossName, TrainConfig
+from draftsmith.core.config_train import LossName, TrainConfig
 
 # exp of it is 0 in float32 beside any usual logit, and sums of it stay far from overflow.
 LEAST_LOGIT = -1.0e4

@@ -5,7 +5,7 @@ The kinds that are kept are those that transformers (our tables) and vLLM (the s
 
 from typing import Any
 
-from draftsmith.core.config import DraftConfig
+from draftsmith.core.config_train import DraftConfig
 from draftsmith.core.errors import UserError
 
 # Parameters by rope_type, those that must be there first; vLLM reads no others of these kinds.

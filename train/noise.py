@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from draftsmith.core.batch import Batch
-from draftsmith.core.config import TrainConfig
+from draftsmith.core.config_train import TrainConfig
 
 
 def add_noise(batch: Batch, config: TrainConfig, seed: int, step: int, rank: int) -> Batch:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from draftsmith.core.config import TrainConfig
+from draftsmith.core.config_train import TrainConfig
 
 
 def make_optimizer(config: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.core.batch import Batch
-from draftsmith.core.config import TrainConfig
+from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.errors import UserError
 from draftsmith.core.objective import Objective, StepSums

@@ -17,7 +17,7 @@ import time
 import torch
 
 from draftsmith.core.batch import Batch
-from draftsmith.core.config import TrainConfig
+from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.losses import LossOptions

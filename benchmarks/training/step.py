@@ -16,7 +16,7 @@ import torch
 from workload import conversations, dense
 
 from draftsmith.core.batch import Batch
-from draftsmith.core.config import TrainConfig
+from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.fused import loss as loss_kernels

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from draftsmith.core.config import DraftConfig
+from draftsmith.core.config_train import DraftConfig
 from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_shape import resolve_shape
 from draftsmith.core.errors import UserError

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from draftsmith.core.config import LossName, TrainConfig
+from draftsmith.core.config_train import LossName, TrainConfig
 from draftsmith.core.losses import LOSSES, LossOptions, row_losses
 from draftsmith.core.target_weights import TargetHead
 

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.core.batch import Batch
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
-from draftsmith.core.config import TrainConfig
+from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import resolve_target

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
-from draftsmith.core.config import TrainConfig
+from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.run import COMPLETE, RunFolder
