@@ -73,6 +73,11 @@ class Sample:
         return [part for part in parts if part[1]]
 
     @property
+    def prompts(self) -> list[list[int]]:
+        """Ids before each reply: what a server was sent, turn by turn."""
+        return [self.input_ids[:start] for start, _ in self.loss_spans]
+
+    @property
     def first_prompt(self) -> list[int]:
         """Ids up to the first reply: what a server would be sent."""
         return self.input_ids[: self.loss_spans[0][0]]

@@ -118,6 +118,15 @@ def load_tokenizer(target: Target, config: TargetConfig) -> "PreTrainedTokenizer
     return tokenizer
 
 
+def end_token_ids(target: Target, tokenizer: Any) -> list[int]:
+    """Tokens that end a reply on the engine: the tokenizer's and the generation config's, as vLLM reads them."""
+    file = target.local_path / "generation_config.json"
+    given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    eos = given.get("eos_token_id", getattr(target.hf_config, "eos_token_id", None))
+    ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    return list(dict.fromkeys(int(i) for i in ids if i is not None))
+
+
 def resolve_layer_ids(config: CaptureConfig, num_layers: int) -> list[int]:
     """Auxiliary layer ids in column order (ascending, vLLM's convention).
 

@@ -21,12 +21,13 @@ from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, SampleWriter
 from draftsmith.core.sources import fingerprint
-from draftsmith.core.target import Target, load_tokenizer, resolve_target
+from draftsmith.core.target import Target, end_token_ids, load_tokenizer, resolve_target
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.vocab import VocabMapping, build_mapping, save_mapping
 from draftsmith.data.contamination import contamination_sets
 from draftsmith.data.disk_list import DiskList
 from draftsmith.data.inputs import Inputs, read_inputs, source_names
+from draftsmith.data.keep import keep
 from draftsmith.data.length import Unfit, fit
 from draftsmith.data.regenerate import regenerate
 from draftsmith.data.rows import Row
@@ -57,7 +58,10 @@ def prepare(config: Config) -> None:
         tally = Tally(source_names(config), target.vocab_size, scratch / SKIPPED)
         read = read_inputs(config, tokenizer, target.vocab_size, scratch, tally)
         tally.check(config, len(read.conversations))
-        _check_target(config, target, tokenizer.all_special_ids)
+        end_ids = end_token_ids(target, tokenizer)
+        # In the draft's vocabulary whatever their count: a draft that cannot end a turn is wrong in every reply.
+        always = [*end_ids, *tokenizer.all_special_ids]
+        _check_target(config, target, always)
         if read.held_out.all():
             raise UserError(
                 f"all {len(read.conversations)} conversations are held out from training (alike ones stay together).",
@@ -65,13 +69,11 @@ def prepare(config: Config) -> None:
             )
         run.open(config)
         journal = run.journal / sha256_json(inputs)[:16]
-        rows = _made(config, target, tokenizer, read.conversations, journal)
-        samples = _fitting(config, target, read, rows, tally, scratch / "rows")
+        rows = _made(config, target, read.conversations, journal)
+        samples = _fitting(config, end_ids, read, rows, tally, scratch / "rows")
         with atomic_folder(run.samples) as folder:
             examples = _write(folder, samples, tally)
-            mapping = build_mapping(
-                tally.reply_counts("train"), _always(target, tokenizer.all_special_ids), config.data.draft_vocab_size
-            )
+            mapping = build_mapping(tally.reply_counts("train"), always, config.data.draft_vocab_size)
             figures = tally.figures(mapping)
             save_mapping(run.vocab_mapping, mapping, {k: figures[k] for k in ("coverage_train", "coverage_eval")})
             tally.close()
@@ -108,11 +110,9 @@ def _already_there(config: Config, run: RunFolder, manifest: dict[str, Any], inp
         say(f"warning: the samples were made before {', '.join(new)}; `prepare --fresh` would look for it in them")
 
 
-def _check_target(config: Config, target: Target, special_ids: list[int]) -> None:
+def _check_target(config: Config, target: Target, always: list[int]) -> None:
     """What would fail a later stage fails here, before the target answers a single prompt."""
-    build_mapping(
-        np.zeros(target.vocab_size, dtype=np.int64), _always(target, special_ids), config.data.draft_vocab_size
-    )
+    build_mapping(np.zeros(target.vocab_size, dtype=np.int64), always, config.data.draft_vocab_size)
     load_target_weights(target)
     context = getattr(target.hf_config, "max_position_embeddings", None)
     spare = max(2, max(config.eval.k) + 1)  # capture makes a token more than a sample holds, serving drafts K more
@@ -125,18 +125,20 @@ def _check_target(config: Config, target: Target, special_ids: list[int]) -> Non
 
 
 def _made(
-    config: Config, target: Target, tokenizer: Any, conversations: Sequence[Conversation], journal: Path
+    config: Config, target: Target, conversations: Sequence[Conversation], journal: Path
 ) -> Iterator[Row | Skipped]:
-    yield from regenerate(config, target, conversations, journal)
+    if config.data.replies == "keep":
+        yield from keep(config, target, conversations)
+    else:
+        yield from regenerate(config, target, conversations, journal)
 
 
 def _fitting(
-    config: Config, target: Target, read: Inputs, rows: Iterator[Row | Skipped], tally: Tally, file: Path
+    config: Config, end_ids: list[int], read: Inputs, rows: Iterator[Row | Skipped], tally: Tally, file: Path
 ) -> Iterator[Sample]:
     """Rows that fit, as samples, in the conversations' order: engines answer in any order, runs must be the same."""
     made: DiskList[Row] = DiskList(file)
     at, turn = array("Q"), array("L")
-    end_ids = _end_ids(target)
     for row in rows:
         kept = row if isinstance(row, Skipped) else fit(row, config.data, end_ids)
         if isinstance(kept, Unfit):
@@ -175,16 +177,6 @@ def _write(folder: Path, samples: Iterator[Sample], tally: Tally) -> Examples:
             tally.use(sample)
             examples.see(sample)
     return examples
-
-
-def _end_ids(target: Target) -> list[int]:
-    eos = getattr(target.hf_config, "eos_token_id", None)
-    return [eos] if isinstance(eos, int) else list(eos or [])
-
-
-def _always(target: Target, special_ids: list[int]) -> list[int]:
-    """Ids of the draft's vocabulary whatever their count: a draft that cannot end a turn is wrong in every reply."""
-    return [*_end_ids(target), *special_ids]
 
 
 def _say_figures(config: Config, run: RunFolder, figures: dict[str, Any], mapping: VocabMapping) -> None:

@@ -58,7 +58,7 @@ def prompt_sets(config: Config, target: Target) -> list[PromptSet]:
         UserError: a set is missing, empty, or has a row that cannot be used.
     """
     samples = read_samples(RunFolder.of(config).samples, "eval")
-    sets = [_prompt_set(config, HELD_OUT, [s.first_prompt for s in samples])] if samples else []
+    sets = [_prompt_set(config, HELD_OUT, [p for s in samples for p in s.prompts])] if samples else []
     tokenizer = load_tokenizer(target, config.target) if config.eval.sets else None
     for path in config.eval.sets:
         prompts = []

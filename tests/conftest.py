@@ -1,6 +1,7 @@
 """What the tests share: a tiny random target, configs on it, and a run folder made by the real writers without vLLM.
 
-Test modules cannot import one another (`--import-mode=importlib`), so helpers are fixtures that return functions.
+Test modules cannot import one another (`--import-mode=importlib`), so helpers are fixtures that return functions;
+`families.py` alone can be imported, since tests are parametrised by its names.
 """
 
 import shutil
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from families import checkpoint_of, tokenizer_of
 
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import dump_config
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample
 from draftsmith.core.target import resolve_layer_ids, resolve_target
+
+__all__ = ["checkpoint_of", "tokenizer_of"]
 
 LAYERS, HIDDEN, VOCAB = 6, 64, 512
 NUM_SAMPLES, NUM_EVAL = 24, 4

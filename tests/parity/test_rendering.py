@@ -8,13 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from families import FAMILIES, TEMPLATES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.core.content_format import content_format
 from draftsmith.core.errors import UserError
 from draftsmith.core.rendering import render_prompt
-from tests.parity.conftest import FAMILIES, TEMPLATES
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 pytest.importorskip("vllm")

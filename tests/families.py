@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TEMPLATES = {
     "chatml": None,  # the embedded target's own
     "llama3": ROOT / "tests/data/templates/llama3_1.jinja",
