@@ -19,7 +19,7 @@ from typing import Any
 from draftsmith.core.conversations import Conversation, Message, Skipped, TokenTurn
 
 IGNORED = "ignore"
-_KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+_TEXT_KEYS = ("tool_call_id", "name", "reasoning_content", "reasoning")
 _SYSTEM = ("system", "developer")
 _FINISH = {"stop": "stop", "tool_calls": "stop", "length": "length"}
 
@@ -61,7 +61,8 @@ def to_conversation(
         shape, messages, tokens = _content(row, context.roles)
         if not tokens:
             _check_turns(messages, alone=shape == "turns")
-        author = next((row[k] for k in ("author", "model") if isinstance(row.get(k), str) and row[k]), context.author)
+        named = (row.get(k) for k in ("author", "model"))
+        author = next((n for n in named if isinstance(n, str) and n and n.isprintable()), context.author)
         return shape, Conversation(
             id=_identity(row.get("id"), made_id),
             source=context.source,
@@ -128,7 +129,7 @@ def _messages(given: Any, roles: Mapping[str, str], key: str) -> list[Message]:
         content = message["value"] if "content" not in message and "value" in message else message.get("content")
         clean: Message = {"role": role, "content": _parts(content, i) if isinstance(content, list) else content}
         # Parquet gives every message every key: null there means that it is not there.
-        clean.update({k: message[k] for k in _KEPT_KEYS if message.get(k) not in (None, [], "")})
+        clean.update({k: message[k] for k in ("tool_calls", *_TEXT_KEYS) if message.get(k) not in (None, [], "")})
         messages.append(clean)
     if not messages:
         raise _OddRow("no_messages", "every message is of an ignored role")
@@ -153,6 +154,8 @@ def _check_turns(messages: list[Message], alone: bool) -> None:
     for i, message in enumerate(messages):
         role = message["role"]
         _check_content(message, i)
+        for key in _TEXT_KEYS:
+            _check_text(message.get(key, ""), f"message {i} ({role}): {key}")
         if role in _SYSTEM and i > 0:
             raise _OddRow("late_system", f"message {i} is a {role} message")
         if role == "assistant" and before in ("", *_SYSTEM):
@@ -180,10 +183,16 @@ def _check_content(message: Message, i: int) -> None:
         raise _OddRow("not_text", f"message {i} ({role}): content is a {type(content).__name__}")
     if content is None or (role != "tool" and not content.strip()):  # a tool may well return nothing
         raise _OddRow("empty_content", f"message {i} ({role}): {'null' if content is None else 'no text'}")
+    _check_text(content, f"message {i} ({role}): content")
+
+
+def _check_text(text: Any, what: str) -> None:
+    if not isinstance(text, str):
+        raise _OddRow("not_text", f"{what} is a {type(text).__name__}")
     try:
-        content.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise _OddRow("not_unicode", f"message {i} ({role}) holds half a surrogate pair") from None
+        raise _OddRow("not_unicode", f"{what} holds half a surrogate pair") from None
 
 
 def _has_calls(message: Message, i: int) -> bool:

@@ -29,7 +29,7 @@ def content_key(conversation: Conversation, replies: bool) -> int:
     if conversation.tokens:
         return _hash(repr([(t.prompt_ids, t.reply_ids if replies else None) for t in conversation.tokens]))
     said = [_normal(m) for m in conversation.messages if replies or m["role"] != "assistant"]
-    return _hash(json.dumps([said, conversation.tools], sort_keys=True))
+    return _hash(_text([said, conversation.tools]))
 
 
 def opening_key(conversation: Conversation) -> int:
@@ -42,7 +42,7 @@ def opening_key(conversation: Conversation) -> int:
 def setting_key(conversation: Conversation) -> int:
     """64-bit hash of system text and tools: the same question in another setting has another answer."""
     said = [_normal(m) for m in conversation.messages if m["role"] in ("system", "developer")]
-    return _hash(json.dumps([said, conversation.tools], sort_keys=True))
+    return _hash(_text([said, conversation.tools]))
 
 
 def exact_duplicates(keys: np.ndarray) -> np.ndarray:
@@ -133,9 +133,13 @@ def _normal(message: Message) -> list[object]:
     return [
         message["role"],
         _plain(text_of(message)),
-        _plain(message.get("reasoning_content") or ""),
+        _plain(message.get("reasoning") or message.get("reasoning_content") or ""),
         message.get("tool_calls"),
     ]
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=repr)  # Parquet holds dates and bytes too
 
 
 def _plain(text: str) -> str:

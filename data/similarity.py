@@ -19,6 +19,7 @@ _NO_SPACES = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f"
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+|[^\w\s]")
 _MULTIPLIER, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _AT_ONCE = 1 << 14
+_PAIRS = 1 << 11  # each may touch two pages of its own
 _RECALL = 0.98
 _BAND_BYTES = 128 << 20
 
@@ -102,8 +103,8 @@ class Signatures:
         self._file.flush()
         shape = (self._count, self._permutations)
         found = np.empty(len(a))
-        for start in range(0, len(a), _AT_ONCE):
-            part = slice(start, start + _AT_ONCE)
+        for start in range(0, len(a), _PAIRS):
+            part = slice(start, start + _PAIRS)
             # Mapped anew for every part, or all pages ever touched would stay in memory.
             mapped = np.memmap(self._path, dtype=np.uint32, mode="r", shape=shape)
             found[part] = (mapped[a[part]] == mapped[b[part]]).mean(axis=1)

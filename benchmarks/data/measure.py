@@ -48,7 +48,7 @@ def main() -> None:
             removed=dict(counts.removed), skipped=dict(counts.skipped),
         )  # fmt: skip
         tokens = sum(
-            len(c.tokens[0].prompt_ids if c.tokens else render_prompt(tokenizer, list(c.messages), c.place))
+            len(c.tokens[0].prompt_ids if c.tokens else render_prompt(tokenizer, c.request, c.place, c.tools))
             for c in read.conversations
         )
         report("rendered", now, tokens=tokens)

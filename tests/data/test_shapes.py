@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from draftsmith.core.config import DEFAULT_ROLES
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.shapes import RowContext, to_conversation
+from draftsmith.data.dedup import content_key, opening_key, setting_key
+from draftsmith.data.similarity import prompt_words
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -71,6 +73,9 @@ def chat(*messages, **more):
         (chat(user(["hi"])), "not_text"),
         (chat(user({"text": "hi"})), "not_text"),
         (chat(user("half a pair: \ud83d")), "not_unicode"),
+        (chat(user(), assistant("x", reasoning_content=["y"])), "not_text"),
+        (chat(user(), assistant("x", reasoning="\ud83d")), "not_unicode"),
+        (chat({**user(), "name": {"first": "Ann"}}), "not_text"),
         (chat(user(), assistant(None)), "empty_content"),
         (chat(user(), assistant("")), "empty_content"),
         (chat(user(), assistant(None, tool_calls=[])), "empty_content"),
@@ -157,6 +162,7 @@ def test_keys_that_parquet_fills_with_null_are_not_there():
 def test_reasoning_and_content_parts_are_kept():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     _, read = convert(chat(user(parts), assistant("x", reasoning_content="because")))
+    assert convert(chat(user(), assistant("x", reasoning="why")))[1].messages[1]["reasoning"] == "why"
     assert read.messages[0]["content"] == parts and read.messages[1]["reasoning_content"] == "because"
 
 
@@ -230,7 +236,9 @@ JSON = st.recursive(
     max_leaves=12,
 )
 ROLE = st.sampled_from(["user", "human", "assistant", "gpt", "system", "tool", "", "narrator"])
-MESSAGE = st.fixed_dictionaries({"role": ROLE, "content": JSON | st.text()}, optional={"tool_calls": JSON})
+MESSAGE = st.fixed_dictionaries(
+    {"role": ROLE, "content": JSON | st.text()}, optional={"tool_calls": JSON, "reasoning_content": JSON, "name": JSON}
+)
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
@@ -238,6 +246,9 @@ MESSAGE = st.fixed_dictionaries({"role": ROLE, "content": JSON | st.text()}, opt
 def test_no_row_raises_and_what_is_read_is_in_order(row):
     _, read = convert(row)
     assert isinstance(read, Conversation | Skipped)
+    if isinstance(read, Conversation):  # nor does what the stage asks of every conversation
+        assert prompt_words(read) is not None and opening_key(read) >= 0
+        assert setting_key(read) >= 0 and content_key(read, True) >= 0 and content_key(read, False) >= 0
     if isinstance(read, Skipped):
         assert read.reason and read.detail
         return
