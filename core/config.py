@@ -75,7 +75,11 @@ class TargetConfig(Section):
         description="Local folder, hub id, or the embedded name `smollm2-135m-instruct`.",
     )
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
-    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Dtype the engine runs in.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto",
+        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU that only emulates bfloat16 "
+        "(15 times slower).",
+    )
     chat_template: str | None = Field(None, description="Path of a Jinja chat template; null: the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,

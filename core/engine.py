@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from draftsmith.core.config import TargetConfig
@@ -98,7 +99,7 @@ def vllm_engine(config: TargetConfig, target: Target, **llm_args: Any) -> Iterat
 
     args: dict[str, Any] = {
         "model": str(target.local_path),
-        "dtype": config.dtype,
+        "dtype": engine_dtype(config),
         "tensor_parallel_size": config.tensor_parallel,
         "trust_remote_code": config.trust_remote_code,
         "enforce_eager": not has_cuda(),
@@ -168,6 +169,22 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def has_bfloat16() -> bool:
+    """Whether this machine multiplies bfloat16 natively: a GPU, or a CPU that does not have to emulate it."""
+    if has_cuda():
+        return True
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.is_file() else []
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def engine_dtype(config: TargetConfig) -> str:
+    """Name of the dtype that the target runs in on this machine."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if has_bfloat16() else "float32"
 
 
 def last_line(error: Exception) -> str:

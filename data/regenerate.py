@@ -1,131 +1,112 @@
-"""The target answers every user turn on a plain vLLM engine; prompt and reply token ids are kept as they were.
+"""The target answers: on a plain vLLM engine of our own, or on a running server. Ids are kept exactly as they were.
 
-A conversation is answered turn by turn, each turn a sample of its own: its prompt is the chat template's render of
-the conversation so far, with the target's own earlier replies as a client would send them back. So a sample holds
-exactly the ids that a server processes, whatever the template strips from earlier turns.
+A sample holds the ids that the engine was given and emitted. `dialogues.py` says what is asked; every reply goes to the
+journal as it comes in, so a killed run asks only for what it lacks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped
-from draftsmith.core.engine import generate, in_engine_process, vllm_engine
-from draftsmith.core.errors import UserError
-from draftsmith.core.progress import meter
-from draftsmith.core.rendering import render_prompt
+from draftsmith.core.engine import in_engine_process, vllm_engine
+from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.target import Target, load_tokenizer
+from draftsmith.data.dialogues import Dialogues, Request
+from draftsmith.data.journal import Journal
+from draftsmith.data.merge import merge
 from draftsmith.data.rows import Row
+from draftsmith.data.server import answer_on_server
 
-
-@dataclass(frozen=True)
-class Reply:
-    """One answered user turn: ids as the engine was given and emitted them."""
-
-    conversation: int
-    turn: int
-    prompt_ids: list[int]
-    reply_ids: list[int]
-    finish_reason: str
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
 
 def regenerate(
     config: Config, target: Target, conversations: Sequence[Conversation], journal: Path
 ) -> Iterator[Row | Skipped]:
-    """Answer all conversations; rows come sorted by conversation and turn.
+    """Answer all conversations; rows come in their order.
+
+    Args:
+        config: of the run.
+        target: the resolved target.
+        conversations: what the sources hold; only one is in memory at a time.
+        journal: folder of the replies so far; it must not have been made with other settings.
 
     Raises:
-        UserError: the target has no tokenizer or chat template.
-        StageFailed: the engine died.
+        UserError: the target has no tokenizer or chat template, or the server is not the target's.
+        StageFailed: the engine or the server died.
     """
-    replies, skipped = in_engine_process(_answer, config, target, list(conversations))
+    if config.data.server is None:
+        skipped = in_engine_process(_answer, config, target, conversations, journal)
+    else:
+        skipped = _answer(config, target, conversations, journal)
     yield from skipped
-    for r in replies:
-        ids, start = r.prompt_ids + r.reply_ids, len(r.prompt_ids)
-        yield Row(r.conversation, r.turn, ids, [(start, len(ids))], r.finish_reason, "target")
+    replies = Journal(journal)
+    for rows in replies.rows():
+        yield from merge(rows, config.data.max_length)
+    replies.close()
 
 
-def _answer(config: Config, target: Target, conversations: list[Conversation]) -> tuple[list[Reply], list[Skipped]]:
-    tokenizer = load_tokenizer(target, config.target)
-    replies: list[Reply] = []
-    skipped: list[Skipped] = []
-    # What a client has seen so far: the source's messages up to the next user turn, with the target's replies.
-    open_turns = [
-        (c, list(conversations[c].messages[: conversations[c].user_turns[0] + 1])) for c in range(len(conversations))
-    ]
+def _answer(config: Config, target: Target, conversations: Sequence[Conversation], folder: Path) -> list[Skipped]:
+    journal = Journal(folder)
+    if len(journal):
+        say(f"replies: {len(journal):,} are there already, from a run that was stopped")
+    dialogues = Dialogues(config, load_tokenizer(target, config.target), conversations, journal)
+    if first := dialogues.take():
+        with meter("target's replies", None, "replies", start=len(journal)) as shown:
+            if config.data.server is None:
+                _answer_here(config, target, dialogues, first, shown)
+            else:
+                answer_on_server(config, dialogues, first, shown)
+    journal.close()
+    return dialogues.skipped
+
+
+def _answer_here(config: Config, target: Target, dialogues: Dialogues, first: Request, shown: Meter) -> None:
     longest = config.data.max_length
     with vllm_engine(config.target, target, max_model_len=longest, seed=config.run.seed) as llm:
-        turn = 0
-        while open_turns:
-            ready = _render(config, tokenizer, conversations, open_turns, skipped)
-            answered = _generate(config, llm, ready, turn, len(conversations))
-            replies += answered
-            texts = {r.conversation: tokenizer.decode(r.reply_ids, skip_special_tokens=True) for r in answered}
-            turn += 1
-            open_turns = [
-                (
-                    c,
-                    [
-                        *messages,
-                        {"role": "assistant", "content": texts[c]},
-                        conversations[c].messages[at[turn]],
-                    ],
-                )
-                for c, messages, _ in ready
-                if len(at := conversations[c].user_turns) > turn
-            ]
-    return sorted(replies, key=lambda r: (r.conversation, r.turn)), skipped
+        answer_on_engine(config, llm, dialogues, first, shown)
 
 
-def _render(
-    config: Config,
-    tokenizer: Any,
-    conversations: list[Conversation],
-    turns: list[tuple[int, Any]],
-    skipped: list[Skipped],
-) -> list[tuple[int, Any, list[int]]]:
-    """Prompt ids of every open turn that leaves room for a reply; the others are noted as skipped."""
-    ready = []
-    for c, messages in turns:
-        place = conversations[c].place
-        try:
-            ids = render_prompt(tokenizer, messages, place)
-        except UserError as error:
-            skipped.append(Skipped(place, "template_refused", error.what))
-            continue
-        if len(ids) + 2 > config.data.max_length:  # a reply of one token has no row to supervise
-            skipped.append(
-                Skipped(place, "prompt_too_long", f"{len(ids)} tokens, data.max_length {config.data.max_length}")
-            )
-            continue
-        ready.append((c, messages, ids))
-    return ready
+def answer_on_engine(config: Config, llm: "LLM", dialogues: Dialogues, first: Request, shown: Meter) -> None:
+    """Keep a running engine full until there is nothing more to ask."""
+    from vllm import TokensPrompt
+
+    engine, tokens = llm.llm_engine, 0
+    asked: dict[str, Request] = {}
+    # Twice what runs at once: the scheduler never looks for work, and the prompts of a million rows stay on disk.
+    room = 2 * engine.vllm_config.scheduler_config.max_num_seqs
+    request: Request | None = first
+    number = 0
+    while request or asked:
+        while request:
+            asked[str(number)] = request
+            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
+            engine.add_request(str(number), prompt, _params(config, request))
+            number += 1
+            request = dialogues.take() if len(asked) < room else None
+        for output in engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                ids = [int(t) for t in completion.token_ids]
+                dialogues.accept(asked.pop(output.request_id), ids, str(completion.finish_reason))
+                tokens += len(ids)
+                shown.advance(tokens=f"{tokens:,}")
+        request = dialogues.take() if len(asked) < room else None
 
 
-def _generate(config: Config, llm: Any, ready: list[tuple[int, Any, list[int]]], turn: int, total: int) -> list[Reply]:
+def _params(config: Config, request: Request) -> "SamplingParams":
     from vllm import SamplingParams
 
-    sampling, longest = config.data.sampling, config.data.max_length
-    prompts = [ids for _, _, ids in ready]
-    params = [
-        SamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=min(sampling.max_tokens, longest - len(ids)),
-            detokenize=False,
-            # A seed of its own makes a sampled reply independent of what else is in the batch.
-            seed=None if sampling.temperature == 0 else config.run.seed * 1_000_003 + turn * total + c,
-        )
-        for c, _, ids in ready
-    ]
-    replies, tokens = [], 0
-    label = "target's replies" if turn == 0 else f"target's replies, turn {turn + 1}"
-    with meter(label, len(prompts), "prompts") as shown:
-        for i, output in generate(llm, prompts, params):
-            completion = output.outputs[0]
-            ids = [int(t) for t in completion.token_ids]
-            replies.append(Reply(ready[i][0], turn, prompts[i], ids, str(completion.finish_reason)))
-            tokens += len(ids)
-            shown.advance(tokens=f"{tokens:,}")
-    return replies
+    sampling = config.data.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=request.max_tokens,
+        seed=request.seed,
+        detokenize=False,
+    )

@@ -25,6 +25,7 @@ from draftsmith.core.target import Target, end_token_ids, load_tokenizer, resolv
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.vocab import VocabMapping, build_mapping, save_mapping
 from draftsmith.data.contamination import contamination_sets
+from draftsmith.data.dialogues import ENDED_EARLY
 from draftsmith.data.disk_list import DiskList
 from draftsmith.data.inputs import Inputs, read_inputs, source_names
 from draftsmith.data.keep import keep
@@ -52,7 +53,7 @@ def prepare(config: Config) -> None:
     if manifest := read_manifest(run.samples):
         _already_there(config, run, manifest, inputs)
         return
-    if config.data.replies == "regenerate":
+    if config.data.replies == "regenerate" and config.data.server is None:
         require_vllm("prepare")
     with run.scratch() as scratch:
         tally = Tally(source_names(config), target.vocab_size, scratch / SKIPPED)
@@ -145,7 +146,8 @@ def _fitting(
             assert isinstance(row, Row)
             tally.skip(skipped(read.conversations[row.conversation], *kept))
         elif isinstance(kept, Skipped):
-            tally.skip(kept)
+            # A conversation that ends early has rows all the same: it is listed, and no fault of the source.
+            (tally.remove if kept.reason in ENDED_EARLY else tally.skip)(kept)
         else:
             made.append(kept)
             at.append(kept.conversation)

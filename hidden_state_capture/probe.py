@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.core.config import Config, ProbeConfig
+from draftsmith.core.engine import engine_dtype
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import say
 from draftsmith.core.samples import Sample
@@ -117,7 +118,7 @@ def _state_errors(
     logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(target.local_path),
-        dtype=getattr(torch, config.target.dtype),
+        dtype=getattr(torch, engine_dtype(config.target)),
         trust_remote_code=config.target.trust_remote_code,
     ).eval()
     ids = [*layer_ids, target.num_layers]

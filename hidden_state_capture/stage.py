@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from draftsmith.core.atomic import write_atomic, write_json
 from draftsmith.core.config import Config
 from draftsmith.core.damage import reading
-from draftsmith.core.engine import in_engine_process, require_vllm
+from draftsmith.core.engine import engine_dtype, in_engine_process, require_vllm
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.manifest import (
     check_inputs,
@@ -114,7 +114,7 @@ def _finish(
             "num_layers": target.num_layers,
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
-            "dtype": config.target.dtype,
+            "dtype": engine_dtype(config.target),
         },
         "layer_ids": layer_ids,
         "layer_id_convention": "vllm: id k is the residual stream after k layers",

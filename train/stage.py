@@ -1,7 +1,6 @@
 """`train`: hidden states -> draft checkpoints."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from draftsmith.core.checkpoint import Checkpoint, build_objective, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import resolve_shape
-from draftsmith.core.engine import has_cuda
+from draftsmith.core.engine import has_bfloat16
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.lineage import check_upstream, train_inputs
 from draftsmith.core.losses import LossOptions
@@ -81,7 +80,7 @@ def _write_manifest(run: RunFolder, state: dict[str, Any]) -> None:
 
 def _accelerator(config: Config, run: RunFolder) -> Accelerator:
     wanted = config.train.precision
-    half = wanted == "bfloat16" or (wanted == "auto" and (has_cuda() or _cpu_has_bfloat16()))
+    half = wanted == "bfloat16" or (wanted == "auto" and has_bfloat16())
     return Accelerator(
         # The frozen embedding and heads are buffers: alike on every rank, and far too large to send at every step.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
@@ -151,10 +150,3 @@ def init_from_target(objective: Objective, target: Target, target_ids: torch.Ten
         draft.lm_head.weight.copy_(weights.head_VH[target_ids])
         draft.fc.weight.mul_(_FC_REST)
         draft.fc.weight[:, -hidden:] += torch.eye(hidden)
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively; elsewhere it is emulated and slow."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.is_file() else []
-    return "avx512_bf16" in flags or "amx_bf16" in flags

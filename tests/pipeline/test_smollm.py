@@ -32,7 +32,8 @@ def samples(smollm_run):
 
 @pytest.fixture(scope="module")
 def target(store):
-    return AutoModelForCausalLM.from_pretrained(store.manifest["target"]["local_path"], dtype=torch.bfloat16).eval()
+    path, dtype = (store.manifest["target"][key] for key in ("local_path", "dtype"))
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
 
 
 def test_samples_are_what_the_server_saw_and_said(samples, store):

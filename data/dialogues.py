@@ -1,0 +1,150 @@
+"""Which prompts the target is to answer, in which order: a conversation's next turn is asked once its last is answered.
+
+`history: own` plays the client: each prompt holds the target's own earlier replies, as its server would have returned
+them. It ends early where the source goes on as no client could: with a tool's answer to a call that the target may not
+have made, or after a reply that was cut. `history: source` asks for every reply that the source has, after the source's
+own messages; pre-tokenised turns are asked as they are either way.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.core.config import Config
+from draftsmith.core.conversations import Conversation, Message, Skipped
+from draftsmith.core.errors import UserError
+from draftsmith.core.rendering import render_prompt
+from draftsmith.data.journal import Journal
+from draftsmith.data.reasoning import ClientView
+
+# Conversations that have rows and could have had more: listed, but no fault of the source.
+ENDED_EARLY = ("after_tool_turn", "after_length_cut", "history_too_long")
+_SEED_STRIDE = 1_000_003
+
+_Asked = tuple[int, list[int]]  # turn, prompt ids
+_Answered = tuple[list[int], str]  # reply ids, finish reason
+_Talk = Generator[_Asked, _Answered, None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt for the target.
+
+    Attributes:
+        seed: of its own, so that a sampled reply does not depend on what else is in the batch; None: greedy.
+    """
+
+    conversation: int
+    turn: int
+    prompt_ids: list[int]
+    max_tokens: int
+    seed: int | None
+
+
+class Dialogues:
+    """All conversations, each as far as it has been answered."""
+
+    def __init__(self, config: Config, tokenizer: Any, conversations: Sequence[Conversation], journal: Journal) -> None:
+        self._config, self._tokenizer, self._conversations = config, tokenizer, conversations
+        self._journal, self._view = journal, ClientView(config.target, tokenizer)
+        self._unopened: Iterator[tuple[int, _Talk]] = self._talks()
+        self._ready: deque[Request] = deque()
+        self._talking: dict[tuple[int, int], _Talk] = {}
+        self.skipped: list[Skipped] = []
+
+    def take(self) -> Request | None:
+        """The next prompt; None while there is none before another reply is in."""
+        while not self._ready:
+            opened = next(self._unopened, None)
+            if opened is None:
+                return None
+            self._go_on(*opened, None)
+        return self._ready.popleft()
+
+    def accept(self, request: Request, reply_ids: list[int], finish_reason: str) -> None:
+        """Record a reply; the conversation's next prompt goes before those of unopened ones."""
+        self._journal.add(request.conversation, request.turn, request.prompt_ids, reply_ids, finish_reason)
+        talk = self._talking.pop((request.conversation, request.turn))
+        self._go_on(request.conversation, talk, (reply_ids, finish_reason))
+
+    def _go_on(self, c: int, talk: _Talk, answered: _Answered | None) -> None:
+        """Run a talk to its next unanswered prompt."""
+        data = self._config.data
+        try:
+            turn, prompt_ids = talk.send(answered) if answered else next(talk)
+            while done := self._journal.get(c, turn):
+                turn, prompt_ids = talk.send(done)
+        except StopIteration:
+            return
+        seed = None
+        if data.sampling.temperature > 0:
+            base = self._config.run.seed if data.sampling.seed is None else data.sampling.seed
+            seed = (base * _SEED_STRIDE + turn * len(self._conversations) + c) % 2**63
+        self._talking[c, turn] = talk
+        room = min(data.sampling.max_tokens, data.max_length - len(prompt_ids))
+        self._ready.append(Request(c, turn, prompt_ids, room, seed))
+
+    def _talks(self) -> Iterator[tuple[int, _Talk]]:
+        for c in range(len(self._conversations)):
+            conversation = self._conversations[c]
+            if conversation.tokens:
+                for turn, given in enumerate(conversation.tokens):
+                    yield c, self._single(conversation, turn, given.prompt_ids)
+            elif self._config.data.history == "source":
+                messages = conversation.messages
+                ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+                if messages[-1]["role"] in ("user", "tool"):
+                    ends.append(len(messages))
+                for turn, end in enumerate(ends):
+                    yield c, self._single(conversation, turn, messages[:end])
+            else:
+                yield c, self._own(conversation)
+
+    def _single(self, conversation: Conversation, turn: int, prompt: list[int] | tuple[Message, ...]) -> _Talk:
+        ids = prompt if isinstance(prompt, list) else self._render(conversation, list(prompt))
+        if ids is not None and self._fits(conversation, ids, "prompt_too_long"):
+            yield turn, ids
+
+    def _own(self, conversation: Conversation) -> _Talk:
+        said: list[Message] = []
+        at = -1
+        turns = conversation.user_turns
+        for turn, end in enumerate(turns):
+            between = conversation.messages[at + 1 : end + 1]
+            if any(m["role"] == "tool" for m in between):
+                self._skip(conversation, "after_tool_turn", f"user turn {turn + 1} follows a tool's answer")
+                return
+            said += [m for m in between if m["role"] != "assistant"]
+            at = end
+            ids = self._render(conversation, said)
+            if ids is None or not self._fits(conversation, ids, "history_too_long" if turn else "prompt_too_long"):
+                return
+            reply_ids, finish_reason = yield turn, ids
+            if turn + 1 < len(turns) and finish_reason != "stop":
+                self._skip(conversation, "after_length_cut", f"reply {turn + 1} was cut at {len(reply_ids)} tokens")
+                return
+            said.append(self._view.message(reply_ids, finish_reason))
+
+    def _render(self, conversation: Conversation, messages: list[Message]) -> list[int] | None:
+        try:
+            return render_prompt(
+                self._tokenizer,
+                messages,
+                conversation.place,
+                tools=conversation.tools,
+                template_kwargs=self._config.target.chat_template_kwargs,
+            )
+        except UserError as error:
+            self._skip(conversation, "template_refused", error.what)
+            return None
+
+    def _fits(self, conversation: Conversation, ids: list[int], reason: str) -> bool:
+        longest = self._config.data.max_length
+        fits = len(ids) + 2 <= longest  # a reply of one token has no row to supervise
+        if not fits:
+            self._skip(conversation, reason, f"{len(ids)} tokens, data.max_length {longest}")
+        return fits
+
+    def _skip(self, conversation: Conversation, reason: str, detail: str) -> None:
+        self.skipped.append(Skipped(conversation.place, reason, detail, conversation.source))
