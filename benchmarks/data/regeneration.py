@@ -44,6 +44,7 @@ def measure(config: Config, conversations: list[Conversation], rounds: int) -> d
             outputs = llm.generate(prompts, params, use_tqdm=False)
             tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
             rates["bare"].append(tokens / (time.monotonic() - begin))
+            print(json.dumps(rates), flush=True)
             with tempfile.TemporaryDirectory() as folder, meter("ours", None, "replies") as shown:
                 begin = time.monotonic()
                 journal = Journal(Path(folder))
