@@ -37,8 +37,16 @@ def check_upstream(config: Config, run: RunFolder, target: Target, states: dict[
         check_inputs(run.samples, samples, {**samples["inputs"], "data": {**samples["inputs"]["data"], **data}})
 
 
-# Settings that change what training writes on the way, but not the trained draft.
-_NO_INPUT = {"log_interval", "eval_interval", "save_interval", "keep_checkpoints", "trackers", "max_skipped_steps"}
+# Settings that change what training writes or holds on the way, but not the trained draft.
+_NO_INPUT = {
+    "log_interval",
+    "eval_interval",
+    "save_interval",
+    "keep_checkpoints",
+    "trackers",
+    "max_skipped_steps",
+    "logits_bytes",
+}
 
 
 def train_inputs(config: Config, run: RunFolder) -> dict[str, Any]:

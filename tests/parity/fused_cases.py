@@ -4,6 +4,9 @@ Not collected by name: `test_fused.py` runs this file in a process of its own, f
 is imported. Small on purpose: the interpreter takes milliseconds for every program of a kernel.
 """
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -107,3 +110,25 @@ def test_replay_finds_the_same_matches(make_objective, make_batch):
     assert leading.tolist() == wanted.tolist()
     assert sums.hits_J.tolist() == wanted_sums.hits_J.tolist()
     torch.testing.assert_close(sums.loss_J, wanted_sums.loss_J)
+
+
+def test_the_training_loop_runs_on_it(synthetic_run, changed, monkeypatch):
+    """The stage itself, with this pass for the eager one: the same losses and the same replay on the way."""
+    from draftsmith.core.run import RunFolder
+    from draftsmith.train import stage
+
+    def metrics():
+        train = {"epochs": 1, "precision": "float32", "log_interval": 1, "eval_interval": 2, "ttt_steps": 2}
+        config = changed(synthetic_run, train=train)
+        stage.train(config)
+        lines = RunFolder.of(config).metrics.read_text().splitlines()
+        shutil.rmtree(RunFolder.of(config).checkpoints)
+        return [json.loads(line) for line in lines]
+
+    eager = metrics()
+    monkeypatch.setattr(stage, "fused_dtype", lambda *args: torch.float32)
+    fused = metrics()
+    assert len(fused) == len(eager) >= 3
+    for mine, theirs in zip(fused, eager, strict=True):
+        for key in {"loss", "grad_norm", "eval_acceptance_length"} & set(theirs):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-3), (theirs["step"], key)
