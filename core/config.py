@@ -76,7 +76,7 @@ class TargetConfig(Section):
     )
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto",
+        "bfloat16",
         description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU that only emulates bfloat16 "
         "(15 times slower).",
     )

@@ -50,6 +50,7 @@ def smollm_run(tmp_path_factory):
     config.write_text(
         f"""
 run: {{name: small, dir: {folder}}}
+target: {{dtype: auto}}
 data:
   sources: [{{path: demo-prompts, limit: 40}}]
   sampling: {{max_tokens: 48}}

@@ -46,7 +46,7 @@ def run(tmp_path_factory, cli):
     config.write_text(
         f"""
 run: {{name: m2, dir: {folder}}}
-target: {{path: {folder}/tiny-m2}}
+target: {{path: {folder}/tiny-m2, dtype: auto}}
 data:
   sources: [{{path: demo-prompts, limit: 12}}]
   sampling: {{max_tokens: 16}}

@@ -35,6 +35,7 @@ def config(tmp_path_factory):
     def write(name, **data):
         sections = {
             "run": {"name": name, "dir": str(folder / "runs")},
+            "target": {"dtype": "auto"},
             "data": {
                 "sources": [{"path": str(source)}], "sampling": {"max_tokens": 24}, "max_length": 192,
                 "draft_vocab_size": 512, "dedup": {"near": False}, **data,
@@ -94,7 +95,8 @@ def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
         sys.executable, str(Path(__file__).with_name("vllm_server.py")), "--model", str(embedded_checkpoint()),
-        "--dtype", engine_dtype(TargetConfig()), "--port", str(port), "--max-model-len", "192", "--enforce-eager",
+        "--dtype", engine_dtype(TargetConfig(dtype="auto")), "--port", str(port),
+        "--max-model-len", "192", "--enforce-eager",
     ]  # fmt: skip
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"}
     with log.open("w") as out:
