@@ -33,7 +33,7 @@ def check_upstream(config: Config, run: RunFolder, target: Target, states: dict[
     check_inputs(run.hidden_states, states, {**states["inputs"], **here})
     if samples:
         # The sources are not asked again: what counts is what was made of them.
-        data = config.data.model_dump(mode="json", exclude={"max_skip_share", "sources"})
+        data = config.data.model_dump(mode="json", exclude={"max_skip_share", "server", "sources"})
         check_inputs(run.samples, samples, {**samples["inputs"], "data": {**samples["inputs"]["data"], **data}})
 
 

@@ -6,6 +6,7 @@ have made, or after a reply that was cut. `history: source` asks for every reply
 own messages; pre-tokenised turns are asked as they are either way.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Message, Skipped
-from draftsmith.core.errors import UserError
+from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.rendering import render_prompt
 from draftsmith.data.journal import Journal
 from draftsmith.data.reasoning import ClientView
@@ -63,7 +64,16 @@ class Dialogues:
         return self._ready.popleft()
 
     def accept(self, request: Request, reply_ids: list[int], finish_reason: str) -> None:
-        """Record a reply; the conversation's next prompt goes before those of unopened ones."""
+        """Record a reply; the conversation's next prompt goes before those of unopened ones.
+
+        Raises:
+            StageFailed: the reply was neither ended by the target nor cut by its length.
+        """
+        if finish_reason not in ("stop", "length"):
+            raise StageFailed(
+                f"{self._conversations[request.conversation].place}: the engine ended a reply with `{finish_reason}`. "
+                "The replies so far are kept: run the same command."
+            )
         self._journal.add(request.conversation, request.turn, request.prompt_ids, reply_ids, finish_reason)
         talk = self._talking.pop((request.conversation, request.turn))
         self._go_on(request.conversation, talk, (reply_ids, finish_reason))
@@ -91,7 +101,7 @@ class Dialogues:
             if conversation.tokens:
                 for turn, given in enumerate(conversation.tokens):
                     yield c, self._single(conversation, turn, given.prompt_ids)
-            elif self._config.data.history == "source":
+            elif self._config.data.history == "source" and not _asks_twice(conversation):
                 messages = conversation.messages
                 ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
                 if messages[-1]["role"] in ("user", "tool"):
@@ -125,6 +135,8 @@ class Dialogues:
                 self._skip(conversation, "after_length_cut", f"reply {turn + 1} was cut at {len(reply_ids)} tokens")
                 return
             said.append(self._view.message(reply_ids, finish_reason))
+        if any(m["role"] == "tool" for m in conversation.messages[at + 1 :]):
+            self._skip(conversation, "after_tool_turn", "its last turns follow a tool's answer")
 
     def _render(self, conversation: Conversation, messages: list[Message]) -> list[int] | None:
         try:
@@ -148,3 +160,9 @@ class Dialogues:
 
     def _skip(self, conversation: Conversation, reason: str, detail: str) -> None:
         self.skipped.append(Skipped(conversation.place, reason, detail, conversation.source))
+
+
+def _asks_twice(conversation: Conversation) -> bool:
+    """Whether a user turn follows another without a reply, as in sets of `turns`: the target writes it."""
+    roles = [m["role"] for m in conversation.messages]
+    return any(a == b == "user" for a, b in itertools.pairwise(roles))

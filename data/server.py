@@ -100,6 +100,7 @@ def _ask(client: httpx.Client, server: ServerConfig, sampling: SamplingConfig, m
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": 0.0,  # a default of the server's would apply otherwise
         "repetition_penalty": sampling.repetition_penalty,
         "seed": request.seed,
         "return_token_ids": True,

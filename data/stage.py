@@ -89,7 +89,7 @@ def prepare(config: Config) -> None:
 
 def prepare_inputs(config: Config, target: Target) -> dict[str, Any]:
     """Everything that decides the samples, the evaluation sets of `eval.sets` apart."""
-    data = config.data.model_dump(mode="json", exclude={"max_skip_share"})
+    data = config.data.model_dump(mode="json", exclude={"max_skip_share", "server"})
     for given, source in zip(data["sources"], config.data.sources, strict=True):
         given["sha256"] = fingerprint(source)
     return {

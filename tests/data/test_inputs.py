@@ -195,7 +195,7 @@ def test_every_setting_that_decides_the_samples_is_an_input(synthetic_run, chang
 
 def test_every_key_of_the_data_section_is_an_input_or_decides_nothing(synthetic_run):
     inputs = prepare_inputs(synthetic_run, resolve_target(synthetic_run.target))
-    assert set(type(synthetic_run.data).model_fields) - set(inputs["data"]) == {"max_skip_share"}
+    assert set(type(synthetic_run.data).model_fields) - set(inputs["data"]) == {"max_skip_share", "server"}
 
 
 def test_a_changed_source_file_or_evaluation_set_is_another_input(make_config, source):
