@@ -83,7 +83,7 @@ class Dialogues:
         data = self._config.data
         try:
             turn, prompt_ids = talk.send(answered) if answered else next(talk)
-            while done := self._journal.get(c, turn):
+            while done := self._journal.get(c, turn, prompt_ids):
                 turn, prompt_ids = talk.send(done)
         except StopIteration:
             return

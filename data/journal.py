@@ -47,13 +47,16 @@ class Journal:
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
-    def get(self, conversation: int, turn: int) -> tuple[list[int], str] | None:
-        """Reply ids and finish reason, if that turn has been answered."""
+    def get(self, conversation: int, turn: int, prompt_ids: list[int]) -> tuple[list[int], str] | None:
+        """Reply ids and finish reason, if that turn has been answered for this very prompt.
+
+        The prompt is compared: another reading of the sources may have moved the conversations' numbers.
+        """
         place = self._places.get(conversation, {}).get(turn)
         if place is None:
             return None
-        _, _, _, reply_ids, finish_reason = self._read(place)
-        return reply_ids, finish_reason
+        _, _, given, reply_ids, finish_reason = self._read(place)
+        return (reply_ids, finish_reason) if given == prompt_ids else None
 
     def rows(self) -> Iterator[list[Row]]:
         """Rows of every conversation, in order."""

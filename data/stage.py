@@ -69,7 +69,9 @@ def prepare(config: Config) -> None:
                 "Add different prompts, or set data.eval_share to 0.",
             )
         run.open(config)
-        journal = run.journal / sha256_json(inputs)[:16]
+        # Evaluation sets take conversations out, and so decide which number the others have.
+        numbered = {**inputs, "not_in": {path: fingerprint(path) for path in contamination_sets(config)}}
+        journal = run.journal / sha256_json(numbered)[:16]
         rows = _made(config, target, read.conversations, journal)
         samples = _fitting(config, end_ids, read, rows, tally, scratch / "rows")
         with atomic_folder(run.samples) as folder:

@@ -125,6 +125,17 @@ def test_a_stopped_run_goes_on_with_what_it_has(target, tmp_path, done):
     assert list(again.rows()) == list(whole.rows()) and dialogues.skipped[0].reason == "after_tool_turn"
 
 
+def test_a_reply_is_never_given_to_another_prompt(target, tmp_path):
+    """Sources that read otherwise than before: what was answered under a number is asked again under it."""
+    config, _, tokenizer = target
+    first, second = conversation(says("user", "one"), name="1"), conversation(says("user", "two"), name="2")
+    journal = Journal(tmp_path)
+    answer_all(Dialogues(config, tokenizer, [first, second], journal))
+    [asked] = answer_all(Dialogues(config, tokenizer, [second], journal))
+    [row] = next(journal.rows())
+    assert row.input_ids == asked.prompt_ids + reply_to(asked)[0]
+
+
 # ---- a server: its protocol; the real one is in tests/pipeline ---------------------------------------------------
 
 
