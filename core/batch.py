@@ -1,10 +1,18 @@
 """A batch of packed documents: the one input of the draft's unroll, in training and in replay."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+def moved(value: T, device: torch.device) -> T:
+    """A copy of a dataclass with its tensors on a device."""
+    tensors = {k: v.to(device, non_blocking=True) for k, v in vars(value).items() if isinstance(v, Tensor)}
+    return cast(T, replace(cast(Any, value), **tensors))
 
 
 @dataclass(frozen=True)
@@ -32,10 +40,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
-        moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
-        }
-        return replace(self, **moved)
+        return moved(self, device)
 
     @property
     def num_tokens(self) -> int:

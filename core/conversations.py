@@ -72,9 +72,23 @@ class Skipped:
     source: str = ""
 
 
-def text_of(message: Message) -> str:
-    """The text of a message, its text parts one after another; empty where there is none."""
+def texts_of(message: Message) -> list[str]:
+    """The text of a message, part by part.
+
+    Raises:
+        ValueError: a part is no text.
+    """
     content = message.get("content")
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
-    return content or ""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    texts = [part if isinstance(part, str) else part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a content part that is no text")
+    return texts
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, its parts one after another; empty where there is none."""
+    return "\n".join(texts_of(message))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+K = TypeVar("K")
 _CPU_KV_CACHE_GIB = "2"
 
 
@@ -137,18 +138,36 @@ def generate(
         params: sampling parameters of each prompt.
         in_flight: requests held by the engine at once; None: all, and the engine schedules them.
     """
+    asked = zip(range(len(prompts)), prompts, params, strict=True)
+    yield from answer(llm, lambda: next(asked, None), in_flight or len(prompts))
+
+
+def answer(
+    llm: "LLM", take: "Callable[[], tuple[K, list[int], SamplingParams] | None]", in_flight: int
+) -> Iterator[tuple[K, "RequestOutput"]]:
+    """Keep an engine full with what `take` gives, and yield each (key, output) as it finishes.
+
+    Args:
+        llm: a running engine.
+        take: gives key, prompt token ids and sampling parameters; None while there is nothing to ask before another
+            output has been looked at.
+        in_flight: requests held by the engine at once.
+    """
     from vllm import TokensPrompt
 
-    engine = llm.llm_engine
-    waiting = iter(range(len(prompts)))
-    for i in itertools.islice(waiting, in_flight):
-        engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompts[i]), params[i])
-    while engine.has_unfinished_requests():
+    engine, asked = llm.llm_engine, dict[str, K]()
+    numbers = itertools.count()
+    while True:
+        while len(asked) < in_flight and (taken := take()):
+            key, prompt_ids, params = taken
+            number = str(next(numbers))
+            asked[number] = key
+            engine.add_request(number, TokensPrompt(prompt_token_ids=prompt_ids), params)
+        if not asked:
+            return
         for output in engine.step():
             if output.finished:
-                for i in itertools.islice(waiting, 1):
-                    engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompts[i]), params[i])
-                yield int(output.request_id), output
+                yield asked.pop(output.request_id), output
 
 
 def require_vllm(stage: str) -> None:

@@ -101,7 +101,7 @@ def to_draft_ids(target_ids_V: Tensor, vocab_size: int) -> Tensor:
     return ids
 
 
-def training_loss(sums: StepSums, rows_in_step_J: Tensor, decay: float) -> Tensor:
-    """Scalar: sum over j of decay^(j-1) * loss sum / supervised rows of the whole optimizer step."""
-    weights = decay ** torch.arange(len(sums.loss_J), device=sums.loss_J.device, dtype=torch.float32)
-    return (weights * sums.loss_J / rows_in_step_J.clamp_min(1)).sum()
+def step_weights(rows_in_step_J: Tensor, decay: float) -> Tensor:
+    """float32 [J]: what one row's loss weighs at step j: decay^(j-1) / supervised rows of the whole optimizer step."""
+    steps = torch.arange(len(rows_in_step_J), device=rows_in_step_J.device, dtype=torch.float32)
+    return decay**steps / rows_in_step_J.clamp_min(1)

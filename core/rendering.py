@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.core.content_format import ContentFormat, content_format
-from draftsmith.core.conversations import Message
+from draftsmith.core.conversations import Message, text_of, texts_of
 from draftsmith.core.errors import UserError
 
 # vLLM drops this line of a client's system prompt: it differs from request to request.
@@ -86,7 +86,7 @@ def template_inputs(tokenizer: Any, messages: Sequence[Message], tools: Sequence
 
 def _message(message: Message, form: ContentFormat) -> Message:
     role = message["role"]
-    texts = _texts(message.get("content"))
+    texts = texts_of(message)
     if role == "system":
         texts = [rest for text in texts if (rest := _without_billing_header(text)) is not None]
     # A tool's answer is text for every template: few of them can read parts there.
@@ -107,17 +107,6 @@ def _message(message: Message, form: ContentFormat) -> Message:
     if isinstance(message.get("name"), str):
         served["name"] = message["name"]
     return served
-
-
-def _texts(content: Any) -> list[str]:
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [content]
-    texts = [part if isinstance(part, str) else part.get("text") for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a content part that is no text")
-    return texts
 
 
 def _without_billing_header(text: str) -> str | None:
@@ -157,6 +146,6 @@ def _developer_as_system(messages: list[Message]) -> list[Message]:
     system = [m for m in renamed if m["role"] == "system"]
     if len(system) == 1 and renamed[0] is system[0]:
         return renamed
-    texts = ["\n".join(_texts(m["content"])) for m in system]
+    texts = [text_of(m) for m in system]
     others = [m for m in renamed if m["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]

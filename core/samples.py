@@ -77,11 +77,6 @@ class Sample:
         """Ids before each reply: what a server was sent, turn by turn."""
         return [self.input_ids[:start] for start, _ in self.loss_spans]
 
-    @property
-    def first_prompt(self) -> list[int]:
-        """Ids up to the first reply: what a server would be sent."""
-        return self.input_ids[: self.loss_spans[0][0]]
-
 
 class SampleWriter:
     """Writes `samples.parquet` row group by row group; memory is one row group.

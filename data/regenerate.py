@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped
-from draftsmith.core.engine import in_engine_process, vllm_engine
+from draftsmith.core.engine import answer, in_engine_process, vllm_engine
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.target import Target, load_tokenizer
 from draftsmith.data.dialogues import Dialogues, Request
@@ -72,32 +72,24 @@ def _answer_here(config: Config, target: Target, dialogues: Dialogues, first: Re
 
 def answer_on_engine(config: Config, llm: "LLM", dialogues: Dialogues, first: Request, shown: Meter) -> None:
     """Keep a running engine full until there is nothing more to ask."""
-    from vllm import TokensPrompt
+    waiting, tokens = [first], 0
 
-    engine, tokens = llm.llm_engine, 0
-    asked: dict[str, Request] = {}
+    def take() -> "tuple[Request, list[int], SamplingParams] | None":
+        request = waiting.pop() if waiting else dialogues.take()
+        return (request, request.prompt_ids, sampling_params(config, request)) if request else None
+
     # Twice what runs at once: the scheduler never looks for work, and the prompts of a million rows stay on disk.
-    room = 2 * engine.vllm_config.scheduler_config.max_num_seqs
-    request: Request | None = first
-    number = 0
-    while request or asked:
-        while request:
-            asked[str(number)] = request
-            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
-            engine.add_request(str(number), prompt, _params(config, request))
-            number += 1
-            request = dialogues.take() if len(asked) < room else None
-        for output in engine.step():
-            if output.finished:
-                completion = output.outputs[0]
-                ids = [int(t) for t in completion.token_ids]
-                dialogues.accept(asked.pop(output.request_id), ids, str(completion.finish_reason))
-                tokens += len(ids)
-                shown.advance(tokens=f"{tokens:,}")
-        request = dialogues.take() if len(asked) < room else None
+    room = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+    for request, output in answer(llm, take, room):
+        completion = output.outputs[0]
+        ids = [int(t) for t in completion.token_ids]
+        dialogues.accept(request, ids, str(completion.finish_reason))
+        tokens += len(ids)
+        shown.advance(tokens=f"{tokens:,}")
 
 
-def _params(config: Config, request: Request) -> "SamplingParams":
+def sampling_params(config: Config, request: Request) -> "SamplingParams":
+    """A request's parameters for the engine."""
     from vllm import SamplingParams
 
     sampling = config.data.sampling

@@ -1,13 +1,11 @@
 """`samples/sheet.html`: a few samples of every source with their supervised tokens marked, and the figures."""
 
-import base64
 import heapq
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from draftsmith.core.config import Config
+from draftsmith.core.pages import data_uri, template_environment
 from draftsmith.core.samples import Sample
 from draftsmith.data.inputs import unit_hash
 from draftsmith.data.plots import plot_samples
@@ -46,20 +44,15 @@ def sheet_html(config: Config, tokenizer: Any, folder: Path, figures: dict[str, 
         figures: of its manifest.
         examples: samples to show.
     """
-    environment = Environment(
-        loader=PackageLoader("draftsmith.data"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     shown = [
         (sample, [(marked, _shown(tokenizer, ids), len(ids)) for marked, ids in sample.segments])
         for sample in examples.samples()
     ]
-    plot = base64.b64encode(plot_samples(folder, figures)).decode()
-    return environment.get_template("sheet.html.j2").render(
-        name=config.run.name, target=config.target.path, figures=figures, shown=shown, plot=plot
+    plot = data_uri(plot_samples(folder, figures))
+    return (
+        template_environment("draftsmith.data")
+        .get_template("sheet.html.j2")
+        .render(name=config.run.name, target=config.target.path, figures=figures, shown=shown, plot=plot)
     )
 
 

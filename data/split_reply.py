@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftsmith.core.conversations import Conversation, Message
+from draftsmith.core.conversations import Conversation, Message, texts_of
 from draftsmith.core.rendering import encode, render_text, template_inputs
 from draftsmith.data.reasoning import ClientView
 
@@ -217,9 +217,7 @@ def _texts(message: Message) -> Iterator[str]:
 
 
 def _content(message: Message) -> list[str]:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    return [text for part in parts if (text := part if isinstance(part, str) else (part or {}).get("text"))]
+    return [text for text in texts_of(message) if text]
 
 
 def _reasoning(message: Message) -> str | None:

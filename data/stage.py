@@ -70,8 +70,8 @@ def prepare(config: Config) -> None:
             )
         run.open(config)
         # Evaluation sets take conversations out, and so decide which number the others have.
-        numbered = {**inputs, "not_in": {path: fingerprint(path) for path in contamination_sets(config)}}
-        journal = run.journal / sha256_json(numbered)[:16]
+        checked = {path: fingerprint(path) for path in contamination_sets(config)}
+        journal = run.journal / sha256_json({**inputs, "not_in": checked})[:16]
         rows = _made(config, target, read.conversations, journal)
         samples = _fitting(config, end_ids, read, rows, tally, scratch / "rows")
         with atomic_folder(run.samples) as folder:
@@ -82,7 +82,6 @@ def prepare(config: Config) -> None:
             tally.close()
             shutil.move(scratch / SKIPPED, folder / SKIPPED)
             write_text(folder / SHEET, sheet_html(config, tokenizer, folder, figures, examples))
-            checked = {path: fingerprint(path) for path in contamination_sets(config)}
             outputs = {**figures, "not_in": checked, "vocab_mapping_sha256": sha256_file(run.vocab_mapping)}
             write_manifest(folder, "prepare", inputs, outputs)
     remove(run.journal)

@@ -1,6 +1,5 @@
 """The report's plots, as files and for embedding."""
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -62,11 +61,6 @@ def plot_positions(report: dict[str, Any], file: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=8)
     _finish(figure, axes, file)
-
-
-def data_uri(file: Path) -> str:
-    """The PNG as a data URI: the HTML needs no other file and no network."""
-    return "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
 
 
 def _finish(figure: Any, axes: Axes, file: Path) -> None:

@@ -14,14 +14,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from draftsmith.core.atomic import write_json, write_text
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import dump_config
 from draftsmith.core.errors import UserError
+from draftsmith.core.pages import data_uri, template_environment
 from draftsmith.core.run import RunFolder
-from draftsmith.eval.plots import data_uri, plot_loss, plot_positions
+from draftsmith.eval.plots import plot_loss, plot_positions
 
 
 def write_report(run: RunFolder, config: Config, report: dict[str, Any]) -> None:
@@ -34,19 +33,13 @@ def write_report(run: RunFolder, config: Config, report: dict[str, Any]) -> None
         plots["Loss"] = loss
     plot_positions(report, positions)
     plots["Acceptance by position"] = positions
-    environment = Environment(
-        loader=PackageLoader("draftsmith.eval"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = template_environment("draftsmith.eval")
     environment.filters["cell"] = lambda text: escape(str(text)).replace("|", "&#124;")
     environment.filters["rates"] = lambda rates: ", ".join(f"{r:.3f}" for r in rates)
     shared = {"report": report, "name": config.run.name, "config": dump_config(config)}
     html = environment.get_template("report.html.j2").render(
         **shared,
-        plots={k: data_uri(v) for k, v in plots.items()},
+        plots={k: data_uri(v.read_bytes()) for k, v in plots.items()},
         versions=json.dumps(report["versions"], indent=2),
     )
     markdown = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.core.batch import Batch
 from draftsmith.core.config import Config
 from draftsmith.core.errors import StageFailed
-from draftsmith.core.objective import StepSums, supervised_rows
+from draftsmith.core.objective import StepSums, step_weights, supervised_rows
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.replay import SampleRounds, acceptance, walk
 from draftsmith.data.batching import collate, epoch_order, plan_batches, rank_share
@@ -94,10 +94,10 @@ class Trainer:
         noise = (config, self.config.run.seed, self.state.step, accelerator.process_index)
         work = replace(work, batch=add_noise(work.batch, *noise))
         rows_J = accelerator.reduce(supervised_rows(work.batch, config.ttt_steps))
-        # The mean over a step's rows on all ranks. Gradients are averaged over ranks, and the loss is a sum over them.
-        decay_J = config.step_decay ** torch.arange(config.ttt_steps, device=rows_J.device, dtype=torch.float32)
+        # Gradients are averaged over ranks, and the loss is a sum over them.
+        weights_J = step_weights(rows_J, config.step_decay) * accelerator.num_processes
         with accelerator.autocast():
-            loss, sums = self.module(work, decay_J / rows_J.clamp_min(1) * accelerator.num_processes)
+            loss, sums = self.module(work, weights_J)
         accelerator.backward(loss)
         norm = float(accelerator.clip_grad_norm_(self.step.objective.draft.parameters(), config.max_grad_norm))
         if math.isfinite(norm):

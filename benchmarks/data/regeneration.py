@@ -22,7 +22,7 @@ from draftsmith.core.sources import read_conversations
 from draftsmith.core.target import load_tokenizer, resolve_target
 from draftsmith.data.dialogues import Dialogues
 from draftsmith.data.journal import Journal
-from draftsmith.data.regenerate import _params, answer_on_engine
+from draftsmith.data.regenerate import answer_on_engine, sampling_params
 
 
 def measure(config: Config, conversations: list[Conversation], rounds: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def measure(config: Config, conversations: list[Conversation], rounds: int) -> d
         dialogues = Dialogues(config, tokenizer, conversations, Journal(Path(folder)))
         requests = list(iter(dialogues.take, None))
     prompts = [TokensPrompt(prompt_token_ids=r.prompt_ids) for r in requests]
-    params = [_params(config, r) for r in requests]
+    params = [sampling_params(config, r) for r in requests]
     rates: dict[str, list[float]] = {"bare": [], "ours": []}
     with vllm_engine(config.target, target, max_model_len=config.data.max_length, seed=0) as llm:
         version = __import__("vllm").__version__

@@ -21,7 +21,7 @@ from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.losses import LossOptions
-from draftsmith.core.objective import Objective, supervised_rows, training_loss
+from draftsmith.core.objective import Objective, step_weights, supervised_rows
 from draftsmith.core.target_weights import TargetHead
 from draftsmith.train.optim import make_optimizer
 
@@ -77,7 +77,7 @@ def main() -> None:
     for i in range(args.steps + 3):
         cpu, wall = time.process_time(), time.perf_counter()
         batch = batches[i % len(batches)]
-        training_loss(objective(batch, STEPS), supervised_rows(batch, STEPS), DECAY).backward()
+        (step_weights(supervised_rows(batch, STEPS), DECAY) * objective(batch, STEPS).loss_J).sum().backward()
         torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         optimizer.step()
         optimizer.zero_grad()

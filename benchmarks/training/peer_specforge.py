@@ -40,19 +40,10 @@ OUTSIDE_SCALE = 0.25  # makes the target's likeliest token one of the draft voca
 def build_model(cell: Cell, shape: Shape, device: torch.device) -> OnlineEagle3Model:
     """The draft in bfloat16, embedding frozen, lm_head trained: `build_eagle3_draft` and `build_eagle3_model`."""
     config = transformers.LlamaConfig(
+        **shape.llama_fields(),
         architectures=["LlamaForCausalLMEagle3"],
-        vocab_size=shape.vocab,
         draft_vocab_size=cell.draft_vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         pretraining_tp=1,
-        tie_word_embeddings=False,
     )
     backend = "sdpa" if cell.tiny else "flex_attention"
     with torch.device(device):

@@ -39,19 +39,7 @@ def give_each_kernel_its_own_configs() -> None:
 
 def build_model(cell: Cell, shape: Shape, device: torch.device) -> Eagle3DraftModel:
     """The draft in float32 as its command line makes it (autocast casts), full attention, embedding frozen."""
-    layer = transformers.LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        layer_types=["full_attention"],
-        tie_word_embeddings=False,
-    )
+    layer = transformers.LlamaConfig(**shape.llama_fields(), layer_types=["full_attention"])
     layer._attn_implementation = "eager" if cell.tiny else "simple_flex_attention"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,

@@ -63,6 +63,21 @@ class Shape:
     max_positions: int = 65_536
     target_layers: int = 62
 
+    def llama_fields(self) -> dict:
+        """What both peers give to `transformers.LlamaConfig`."""
+        return {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_positions,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": False,
+        }
+
 
 TINY = Shape(hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512, max_positions=1024)
 

@@ -7,14 +7,13 @@ every gather, so a step is a handful of dense products.
 Shape suffixes: T packed tokens, R rows, M label rows, P (step, row) pairs with a label, ordered by label row.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.core.batch import Batch
+from draftsmith.core.batch import Batch, moved
 from draftsmith.core.fused import tiles
 from draftsmith.core.fused.tiles import Tiles
 from draftsmith.core.unroll import reply_runs
@@ -70,10 +69,7 @@ class Layout:
 
     def to(self, device: torch.device) -> "Layout":
         """The same layout on a device."""
-        moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)
-        }
-        return replace(self, **moved)
+        return moved(self, device)
 
     @property
     def num_rows(self) -> int:

@@ -14,7 +14,7 @@ class Tiles:
     tma: bool = False
 
 
-# Fastest of a sweep on an H200 at head width 128 (benchmarks/training/attention_tiles.py).
+# Fastest on an H200 at head width 128, tried within whole steps (benchmarks/training/step.py --tiles).
 FORWARD = Tiles(64, 64, warps=4, stages=3, tma=True)
 GRAD_Q = Tiles(64, 64, warps=4, stages=2, tma=True)
 GRAD_KV = Tiles(64, 64, warps=4, stages=2, tma=True)

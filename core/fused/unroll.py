@@ -1,6 +1,6 @@
 """Forward and backward of the unroll by hand: what core/unroll.py and autograd compute, at a fraction of the traffic.
 
-core/unroll.py has the alignment drawn; its eager form is the reference this is tested against (tests/train/fused).
+core/unroll.py has the alignment drawn. tests/parity/fused_cases.py compares with the float64 reference.
 
 What is saved per (step, row), and nothing else: normed feature, q, k, v, attention's output and log-sum, the two
 residual sums, the normed MLP input and gate/up. The SwiGLU's activation is made again in the backward pass.

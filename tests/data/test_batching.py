@@ -96,14 +96,14 @@ def test_a_rank_without_work_still_gives_every_parameter_a_gradient(store, synth
     """Else its collectives would wait for ever (known fault T1)."""
     from draftsmith.core.checkpoint import build_objective
     from draftsmith.core.draft_shape import resolve_shape
-    from draftsmith.core.objective import training_loss
+    from draftsmith.core.objective import step_weights
     from draftsmith.core.target import resolve_target
 
     target = resolve_target(synthetic_run.target)
     objective = build_objective(target, resolve_shape(synthetic_run.draft, target, 3, 128), torch.arange(128), "rms")
     batch = collate(store, samples)
     sums = objective(replace(batch, loss_mask_T=torch.zeros_like(batch.loss_mask_T)), 3)
-    loss = training_loss(sums, torch.full((3,), 10.0), 0.8)
+    loss = (step_weights(torch.full((3,), 10.0), 0.8) * sums.loss_J).sum()
     loss.backward()
     assert loss.item() == 0 and sums.rows_J.tolist() == [0, 0, 0]
     assert all(p.grad is not None and not p.grad.any() for p in objective.draft.parameters())

@@ -48,7 +48,7 @@ def ten(ids=(8, 9)):
 def test_a_sample_is_prompt_and_reply_and_its_mask_is_the_reply(made):
     samples, _ = made([row(0, [8, 9, 1], turn=2), *ten()[1:]])
     first = samples[0]
-    assert first.input_ids == [5, 6, 7, 8, 9, 1] and first.first_prompt == [5, 6, 7]
+    assert first.input_ids == [5, 6, 7, 8, 9, 1] and first.prompts[0] == [5, 6, 7]
     assert first.loss_spans == [(3, 6)] and first.loss_mask.tolist() == [0, 0, 0, 1, 1, 1]
     assert (first.sample_id, first.source, first.finish_reason) == ("id-0/2", "src", "stop")
     assert (first.conversation_id, first.turn, first.author) == ("id-0", 2, "target")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftsmith.core.losses import LossOptions
-from draftsmith.core.objective import supervised_rows, training_loss
+from draftsmith.core.objective import step_weights, supervised_rows
 
 STEPS, DECAY = 4, 0.8
 MASKS = [[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 0], [0, 0, 1], [1, 1, 1, 1, 1, 1]]
@@ -55,7 +55,7 @@ def agree(reference):
 
     def check(objective, batch, steps=STEPS):
         sums = objective(batch, steps)
-        loss = training_loss(sums, sums.rows_J, DECAY)
+        loss = (step_weights(sums.rows_J, DECAY) * sums.loss_J).sum()
         loss.backward()
         wanted = reference.reference_gradients(objective, batch, steps, DECAY)
         assert sums.rows_J.tolist() == wanted.rows
@@ -148,7 +148,7 @@ def test_a_batch_without_supervised_rows_still_reaches_every_parameter(make_obje
     objective = make_objective(LossOptions("lk_lambda"), own_embedding=True)
     sums = objective(make_batch(masks), STEPS)
     assert sums.rows_J.tolist() == [0] * STEPS
-    training_loss(sums, sums.rows_J, DECAY).backward()
+    (step_weights(sums.rows_J, DECAY) * sums.loss_J).sum().backward()
     grads = {n: p.grad for n, p in objective.draft.named_parameters()}
     assert all(g is not None and not g.any() for g in grads.values()), [n for n, g in grads.items() if g is None]
 
@@ -162,7 +162,7 @@ def test_loss_is_finite_for_huge_states_and_tokens_outside_the_draft_vocabulary(
     batch.aux_TAH.mul_(1e4)
     batch.last_MH.mul_(1e4)
     sums = objective(batch, STEPS)
-    training_loss(sums, supervised_rows(batch, STEPS), DECAY).backward()
+    (step_weights(supervised_rows(batch, STEPS), DECAY) * sums.loss_J).sum().backward()
     assert torch.isfinite(sums.loss_J).all()
     assert all(torch.isfinite(p.grad).all() for p in objective.draft.parameters())
     assert not sums.hits_J.any()  # a token outside the draft vocabulary is a miss

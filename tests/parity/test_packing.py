@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.core.losses import LossOptions
-from draftsmith.core.objective import supervised_rows, training_loss
+from draftsmith.core.objective import step_weights, supervised_rows
 
 STEPS, DECAY = 4, 0.8
 MASKS = [
@@ -24,7 +24,7 @@ def gradients(objective, batches, rows):
     objective.zero_grad()
     losses = []
     for batch in batches:
-        losses.append(training_loss(objective(batch, STEPS), rows, DECAY))
+        losses.append((step_weights(rows, DECAY) * objective(batch, STEPS).loss_J).sum())
         losses[-1].backward()
     return sum(x.item() for x in losses), {n: p.grad.clone() for n, p in objective.draft.named_parameters()}
 
