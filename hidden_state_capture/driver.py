@@ -11,10 +11,9 @@ from draftsmith.core.engine import generate, vllm_engine
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import meter
 from draftsmith.core.samples import Sample
+from draftsmith.core.store import PROBE
 from draftsmith.core.target import Target
 from draftsmith.hidden_state_capture.probe import Probe, choose_probe, judge_probe
-
-PROBE = "probe.json"
 
 
 def capture_samples(
@@ -67,6 +66,7 @@ def _engine_args(config: Config, target: Target, layer_ids: list[int], folder: P
                 "folder": str(folder.resolve()),
                 "shard_bytes": config.capture.shard_bytes,
                 "pending_bytes": config.capture.pending_bytes,
+                "storage": config.capture.storage,
                 "num_states": len(ids),
             },
         },
