@@ -106,7 +106,7 @@ def test_the_dtype_has_to_be_the_same_and_the_place_of_the_target_not(tmp_path, 
     two = make_store(tmp_path / "two", ["b"], target={**target, "local_path": "/elsewhere"})
     merge_stores([one, two], tmp_path / "all")
     three = make_store(tmp_path / "three", ["c"], target={**target, "dtype": "float32"})
-    with pytest.raises(UserError, match="target.dtype"):
+    with pytest.raises(UserError, match=r"target\.dtype"):
         merge_stores([one, three], tmp_path / "more")
 
 
@@ -117,7 +117,7 @@ def test_stores_of_runs_with_other_samples_merge_and_say_so(tmp_path, make_store
 
 def test_a_sample_in_two_stores_is_refused_by_id(tmp_path, make_store):
     one, two = make_store(tmp_path / "one", ["a", "b"]), make_store(tmp_path / "two", ["b"])
-    with pytest.raises(UserError, match="sample b is in .*one and in .*two"):
+    with pytest.raises(UserError, match=r"sample b is in .*one and in .*two"):
         merge_stores([one, two], tmp_path / "all")
 
 
