@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from draftsmith.core.fp8 import decode
+from draftsmith.core.fp8_states import decode
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Batch:
         positions_T: int64, counting from 0 in each document.
         aux_TAH: auxiliary states.
         last_MH: last states before the final norm, of the rows last_rows_M (int64, ascending).
-        aux_scales_TA, last_scales_M: where the states are in float8 still (core/fp8.py); `to` decodes them.
+        aux_scales_TA, last_scales_M: where the states are in float8 still (core/fp8_states.py); `to` decodes them.
     """
 
     sample_ids: tuple[str, ...]

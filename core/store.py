@@ -7,7 +7,7 @@ shard-NNNNN.safetensors
     last_states    bf16  [M, H]        state before the final norm, only of rows whose next token is a reply token
     last_rows      int32 [M]           their rows in the shard, ascending
     sample_offsets int64 [S + 1]       sample s is rows sample_offsets[s] .. sample_offsets[s + 1]
-With `capture.storage: fp8` (core/fp8.py) both states are float8 e4m3 and are to be multiplied by
+With `capture.storage: fp8` (core/fp8_states.py) both states are float8 e4m3 and are to be multiplied by
     aux_scales     float32 [N, A]      of every token and layer
     last_scales    float32 [M]
 index.parquet      one row a sample, see INDEX_SCHEMA

@@ -9,7 +9,7 @@ import random
 import torch
 
 from draftsmith.core.batch import Batch
-from draftsmith.core.fp8 import FP8
+from draftsmith.core.fp8_states import FP8
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 

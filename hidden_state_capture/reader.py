@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.core.damage import reading
 from draftsmith.core.errors import UserError
-from draftsmith.core.fp8 import decode
+from draftsmith.core.fp8_states import decode
 from draftsmith.core.manifest import require_manifest
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.core.atomic import sha256_file
 from draftsmith.core.damage import reading
-from draftsmith.core.fp8 import FP8, decode
+from draftsmith.core.fp8_states import FP8, decode
 from draftsmith.core.manifest import manifest_hash, read_manifest, require_manifest
 from draftsmith.core.progress import meter
 from draftsmith.core.samples import iter_samples

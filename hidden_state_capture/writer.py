@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftsmith.core.atomic import remove_leftovers, sha256_file, write_atomic, write_json
 from draftsmith.core.damage import reading
-from draftsmith.core.fp8 import encode
+from draftsmith.core.fp8_states import encode
 from draftsmith.core.manifest import MANIFEST
 from draftsmith.core.store import LAST_TENSORS, TOKEN_TENSORS, shard_name
 

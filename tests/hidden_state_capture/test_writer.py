@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.core.fp8 import encode
+from draftsmith.core.fp8_states import encode
 from draftsmith.hidden_state_capture.writer import ShardWriter, committed_shards, split_states
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.core.fp8 import FP8, decode, encode
+from draftsmith.core.fp8_states import FP8, decode, encode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
