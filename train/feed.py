@@ -176,7 +176,8 @@ class SpoolFeed(Feed):
     def _take(self, shard: SpoolShard) -> tuple[HiddenStateStore, dict[str, int]]:
         """Open a shard, once it is whole."""
         sidecar = self._wait_for(self.folder / f"{Path(shard_name(shard.number)).stem}.json")
-        assert sidecar["steps"] == [shard.first, shard.end]
+        planned = sorted(self._ids[n] for n in self._plan.samples(shard))
+        assert planned == sorted(e["sample_id"] for e in [*sidecar["rows"], *sidecar["rejected"]]), "lost or repeated"
         ids = {entry["sample_id"]: entry for entry in sidecar["rejected"]}
         for step in range(shard.first, shard.end) if ids else ():
             in_step = [self._ids[n] for share in self._plan.steps[step] for n in share]
