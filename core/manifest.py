@@ -94,7 +94,7 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
     Raises:
         UserError: names every key that differs, with both values.
     """
-    if found := differences(manifest["inputs"], inputs):
+    if found := differences(manifest["inputs"], inputs, "there", "in the config"):
         raise UserError(
             f"{folder} was made with other settings: " + "; ".join(found) + ".",
             f"Choose another run.name, or make it again with `draftsmith {manifest['stage']} --fresh` "
@@ -102,9 +102,7 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
         )
 
 
-def differences(
-    there: Any, here: Any, name_there: str = "there", name_here: str = "in the config", at: str = ""
-) -> list[str]:
+def differences(there: Any, here: Any, name_there: str, name_here: str, at: str = "") -> list[str]:
     """One phrase for every key of two JSON-serialisable values that differs, with both values."""
     there, here = (json.loads(json.dumps(value)) for value in (there, here))
     if isinstance(there, dict) and isinstance(here, dict):

@@ -119,10 +119,10 @@ def sample_nbytes(sample_id: str, tokens: int, labels: int, per_token: int, per_
 
     Args:
         sample_id: its id.
-        tokens: T.
-        labels: rows that keep their last state.
-        per_token: bytes of a token on disk.
-        per_label: of such a row beside it, as `store.bytes_per_row` has both.
+        tokens: its length.
+        labels: of its rows, those that keep their last state.
+        per_token: bytes of a token, from `bytes_per_row`.
+        per_label: bytes of a label's row, from there too.
     """
     return tokens * per_token + labels * per_label + _ROW_BYTES + len(sample_id.encode())
 

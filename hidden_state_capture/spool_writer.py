@@ -35,8 +35,8 @@ class SpoolWriter(ShardWriter):
         tensors = split_states(sample)
         reason = unusable(tensors)
         coming = self._coming.setdefault(slot["shard"], [])
-        kept = {"reason": reason} if reason else stored(tensors, self.storage)
-        coming.append({"sample_id": sample.sample_id, **kept})
+        found = {"reason": reason} if reason else stored(tensors, self.storage)
+        coming.append({"sample_id": sample.sample_id, **found})
         if len(coming) == slot["samples"]:
             self._write(slot, self._coming.pop(slot["shard"]))
         self.written += 1

@@ -1,7 +1,8 @@
 """The two sides of a spool without an engine: a capture whose states are drawn by sample id, and a training.
 
 As a script it runs them as forks of one process that has imported everything, kills one of them, and prints what it
-saw: `python spool_sides.py CONFIG LOG [SIDE:SECONDS ...]`, an attempt each; a bare `-` is an attempt without a kill.
+saw: `python spool_sides.py CONFIG LOG [SIDE:BATCHES:SECONDS ...]`. An attempt each, in which SIDE is killed SECONDS
+after training has read BATCHES more; `-` is an attempt without a kill.
 """
 
 import json
@@ -23,6 +24,7 @@ from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.run import RunFolder
 from draftsmith.core.spool import folder_bytes, is_alive
+from draftsmith.core.target import resolve_target
 from draftsmith.hidden_state_capture.spool import ShardQueue, feed_training
 from draftsmith.hidden_state_capture.spool_writer import SpoolWriter
 from draftsmith.hidden_state_capture.writer import SampleStates
@@ -41,9 +43,8 @@ def drawn_states(number: int, tokens: int) -> torch.Tensor:
 def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..., None]:
     """A capture that draws states; of `spoiled` samples they are not finite. Samples end in any order."""
 
-    def capture_into(config: Config, target: Any, layer_ids: list[int], samples: Any, queue: ShardQueue) -> None:
-        capture = config.capture
-        sizes = capture.shard_bytes, capture.pending_bytes, capture.storage
+    def capture(config: Config, target: Any, layer_ids: list[int], samples: Any, queue: ShardQueue) -> None:
+        sizes = config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage
         writer = SpoolWriter(RunFolder.of(config).spool, *sizes)
         while queue.wait():
             asked = []
@@ -60,7 +61,7 @@ def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..
                 writer.put(SampleStates(sample.sample_id, sample.input_ids, spans, states, bool, slot=slot))
         writer.flush()
 
-    return capture_into
+    return capture
 
 
 @contextmanager
@@ -91,14 +92,16 @@ def attempt(config: Config, log: Path, kill: str, world_size: int) -> dict[str, 
         sides[f"train{rank}"] = fork(
             lambda rank=rank: training(config, log, rank, world_size), log / f"train{rank}.txt"
         )
-    side, _, seconds = kill.partition(":")
+    side, *moment = kill.split(":")
+    before = batches_read(log)
     codes: dict[str, int] = {}
-    most, kill_at, give_up = 0, 1e9, time.monotonic() + 60
+    most, kill_at, give_up = 0, 1e9, time.monotonic() + 300
     while len(codes) < len(sides):
         most = max(most, bytes_in(RunFolder.of(config).spool))
         now = time.monotonic()
-        if seconds and kill_at == 1e9 and is_alive(RunFolder.of(config).spool, "trainer"):
-            kill_at = now + float(seconds)
+        waits = moment and kill_at == 1e9 and is_alive(RunFolder.of(config).spool, "trainer")
+        if waits and batches_read(log) - before >= int(moment[0]):
+            kill_at = now + float(moment[1])
         if now > kill_at and side not in codes:
             os.kill(sides[side], signal.SIGKILL)
             give_up = now + 5  # where they had not seen each other yet, the one that is left waits for the next
@@ -110,6 +113,12 @@ def attempt(config: Config, log: Path, kill: str, world_size: int) -> dict[str, 
             os.kill(sides[name], signal.SIGTERM)
         time.sleep(0.001)
     return {"codes": codes, "most": most, "said": {n: (log / f"{n}.txt").read_text() for n in sides}}
+
+
+def batches_read(log: Path) -> int:
+    """Batches that training has read so far, in all attempts."""
+    file = log / "batches.jsonl"
+    return file.read_text().count("\n") if file.is_file() else 0
 
 
 def bytes_in(folder: Path) -> int:
@@ -163,6 +172,7 @@ def training(config: Config, log: Path, rank: int, world_size: int) -> None:
 def main() -> None:
     config, log, *kills = sys.argv[1:]
     loaded = load_config(config)
+    resolve_target(loaded.target)  # imports transformers, once for all forks
     world_size = int(os.environ.pop("SIDES_WORLD_SIZE", "1"))
     print(json.dumps([attempt(loaded, Path(log), kill, world_size) for kill in kills]))
 

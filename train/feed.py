@@ -181,7 +181,8 @@ class SpoolFeed(Feed):
     def _take(self, shard: SpoolShard) -> tuple[HiddenStateStore, dict[str, int]]:
         """Open a shard, once it is whole."""
         sidecar = self._wait_for(self.folder / f"{Path(shard_name(shard.number)).stem}.json")
-        assert sidecar["steps"] == [shard.first, shard.end]
+        planned = sorted(self._ids[n] for n in self._plan.samples(shard))
+        assert planned == sorted(e["sample_id"] for e in [*sidecar["rows"], *sidecar["rejected"]]), "lost or repeated"
         ids = {entry["sample_id"]: entry for entry in sidecar["rejected"]}
         for step in range(shard.first, shard.end) if ids else ():
             in_step = [self._ids[n] for share in self._plan.steps[step] for n in share]
@@ -215,7 +216,7 @@ class SpoolFeed(Feed):
 
     def _compare(self) -> None:
         there = read_json(self.folder / f"{CAPTURE}.json") or {"inputs": {}}
-        if found := differences(there["inputs"], self.inputs):
+        if found := differences(there["inputs"], self.inputs, "there", "here"):
             raise UserError(
                 f"the capture that runs on {self.folder} has other settings: " + "; ".join(found) + ".",
                 "Start both with the same config.",
