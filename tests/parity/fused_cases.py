@@ -182,15 +182,18 @@ def test_float8_products_are_those_of_the_cast_operands():
 
 @pytest.mark.parametrize("values", [{}, {"norm_output": True, "fc_norm": True, "num_kv_heads": 4}], ids=str)
 def test_float8_gradients_point_where_the_references_do(reference, make_objective, make_batch, values):
-    """This tiny draft of large random weights magnifies every rounding: bfloat16 is 2 % off in it, three bits 30 %."""
+    """With smaller weights than the fixture's: those magnify every rounding (bfloat16 is 2 % off, three bits 30 to 60)."""
     objective = make_objective(head_dim=16, draft_vocab_size=32, **values)
+    with torch.no_grad():
+        for p in objective.draft.parameters():
+            p.mul_(0.4 if p.dim() > 1 else 1.0)
     batch = make_batch(MASKS)
     wanted = reference.reference_gradients(objective, batch, STEPS, DECAY)
     weights = DECAY ** torch.arange(STEPS) / torch.tensor(wanted.rows).clamp_min(1)
     loss, sums = fused_loss(objective, batch, lay_out(batch, STEPS, 4), weights, torch.float32, fp8=True)
     loss.backward()
     assert sums.rows_J.tolist() == wanted.rows
-    assert float(loss.detach()) == pytest.approx(wanted.loss, rel=0.1)
+    assert float(loss.detach()) == pytest.approx(wanted.loss, rel=0.02)
     ours = torch.cat([p.grad.flatten().double() for p in objective.draft.parameters()])
     theirs = torch.cat([wanted.gradients[name].flatten() for name, _ in objective.draft.named_parameters()])
-    assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.9
+    assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.98
