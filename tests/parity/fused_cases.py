@@ -182,7 +182,7 @@ def test_float8_products_are_those_of_the_cast_operands():
 
 @pytest.mark.parametrize("values", [{}, {"norm_output": True, "fc_norm": True, "num_kv_heads": 4}], ids=str)
 def test_float8_gradients_point_where_the_references_do(reference, make_objective, make_batch, values):
-    """With smaller weights than the fixture's: those magnify every rounding (bfloat16 is 2 % off, three bits 30 to 60)."""
+    """With smaller weights than the fixture's: those magnify every rounding (bfloat16 is 2 % off)."""
     objective = make_objective(head_dim=16, draft_vocab_size=32, **values)
     with torch.no_grad():
         for p in objective.draft.parameters():
