@@ -77,8 +77,8 @@ class TargetConfig(Section):
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "bfloat16",
-        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU that only emulates bfloat16 "
-        "(15 times slower).",
+        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU or a GPU (before sm_80) that "
+        "only emulates bfloat16 (15 times slower on a CPU).",
     )
     chat_template: str | None = Field(None, description="Path of a Jinja chat template; null: the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = Field(

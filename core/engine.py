@@ -29,6 +29,7 @@ from draftsmith.core.progress import say
 from draftsmith.core.target import Target
 
 if TYPE_CHECKING:
+    import torch
     from vllm import LLM, RequestOutput, SamplingParams
 
 P = ParamSpec("P")
@@ -52,8 +53,9 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     pool = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
     )
-    group = pool.submit(os.getpgrp).result()
+    group: int | None = None
     try:
+        group = pool.submit(os.getpgrp).result()
         result = pool.submit(work, *args, **kwargs).result()
         pool.shutdown()  # the process ends by itself and frees what it shares with us
         return result
@@ -63,8 +65,9 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
             "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
         ) from None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        if group is not None:  # None: it died before it led one
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
 def _lead_group(parent: int) -> None:
@@ -191,12 +194,21 @@ def has_cuda() -> bool:
 
 
 def has_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 natively: a GPU, or a CPU that does not have to emulate it."""
+    """Whether this machine multiplies bfloat16 natively: its GPUs (sm_80 and newer), or where there is none its CPU."""
     if has_cuda():
-        return True
+        import torch
+
+        return all(multiplies_bfloat16(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.is_file() else []
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def multiplies_bfloat16(device: "torch.device") -> bool:
+    """Whether a GPU does so; those before sm_80 (V100, T4) emulate it, and Triton does not compile it for them."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def engine_dtype(config: TargetConfig) -> str:
