@@ -53,6 +53,10 @@ def answer_all(dialogues, reply=reply_to, most=None):
     return asked
 
 
+def rows_of(journal):
+    return list(journal.rows(journal.confirmed()))
+
+
 def test_the_second_prompt_holds_the_targets_own_reply(target, tmp_path):
     config, _, tokenizer = target
     dialogues = Dialogues(config, tokenizer, [TWO_TURNS], Journal(tmp_path))
@@ -122,7 +126,7 @@ def test_a_stopped_run_goes_on_with_what_it_has(target, tmp_path, done):
     assert len(again) == min(done, total)
     dialogues = Dialogues(config, tokenizer, talks, again)
     assert len(answer_all(dialogues)) == total - min(done, total)
-    assert list(again.rows()) == list(whole.rows()) and dialogues.skipped[0].reason == "after_tool_turn"
+    assert rows_of(again) == rows_of(whole) and dialogues.skipped[0].reason == "after_tool_turn"
 
 
 def test_a_reply_is_never_given_to_another_prompt(target, tmp_path):
@@ -131,9 +135,45 @@ def test_a_reply_is_never_given_to_another_prompt(target, tmp_path):
     first, second = conversation(says("user", "one"), name="1"), conversation(says("user", "two"), name="2")
     journal = Journal(tmp_path)
     answer_all(Dialogues(config, tokenizer, [first, second], journal))
+    journal = Journal(tmp_path)
     [asked] = answer_all(Dialogues(config, tokenizer, [second], journal))
-    [row] = next(journal.rows())
+    [[row]] = rows_of(journal)
     assert row.input_ids == asked.prompt_ids + reply_to(asked)[0]
+
+
+def test_only_replies_to_todays_prompts_become_rows(target, tmp_path):
+    """A source that lost or changed conversations while the run was stopped leaves replies that nobody asks for."""
+    config, _, tokenizer = target
+    first, other = conversation(says("user", "one"), name="1"), conversation(says("user", "two"), name="2")
+    before = Journal(tmp_path)
+    answer_all(Dialogues(config, tokenizer, [first, TWO_TURNS, other], before))
+    before.close()
+    today = Journal(tmp_path)
+    assert not answer_all(Dialogues(config, tokenizer, [first], today))
+    assert [row.conversation for rows in rows_of(today) for row in rows] == [0]
+    today.close()
+    shorter = conversation(says("user", "one"), name="c")  # the second turn is gone
+    fewer = Journal(tmp_path)
+    assert not answer_all(Dialogues(config, tokenizer, [first, shorter], fewer))
+    assert [(row.conversation, row.turn) for rows in rows_of(fewer) for row in rows] == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"[1,0,[1,2", b"\0\0\0", b"{}", b"7", b"[1,0]", b'[1,0,[1],["x"],"stop"]', b'["a",0,[1],[2],"stop"]']
+)
+def test_a_damaged_line_costs_one_reply_and_is_said(target, tmp_path, capsys, damaged):
+    config, _, tokenizer = target
+    talks = [conversation(says("user", f"question {i}"), name=str(i)) for i in range(4)]
+    whole = Journal(tmp_path)
+    answer_all(Dialogues(config, tokenizer, talks, whole))
+    wanted = rows_of(whole)
+    whole.close()
+    lines = (tmp_path / FILE).read_bytes().splitlines()
+    (tmp_path / FILE).write_bytes(b"\n".join([lines[0], damaged, *lines[2:]]) + b"\n")
+    again = Journal(tmp_path)
+    assert len(again) == 3 and f"{FILE}: damaged at line 2;" in capsys.readouterr().out
+    [asked] = answer_all(Dialogues(config, tokenizer, talks, again))
+    assert asked.conversation == 1 and rows_of(again) == wanted
 
 
 # ---- a server: its protocol; the real one is in tests/pipeline ---------------------------------------------------
