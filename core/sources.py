@@ -73,13 +73,13 @@ def source_name(path: str) -> str:
 
 
 def fingerprint(source: SourceConfig | str) -> str | None:
-    """Hex SHA-256 of a source's files; None for a data set on the hub, which `revision` pins.
+    """Hex SHA-256 of a source's files; None for a data set on the hub, which its commit pins (`revisions.py`).
 
     Raises:
         UserError: there is no such source.
     """
     path = source if isinstance(source, str) else source.path
-    if _hub_id(path):
+    if is_hub(path):
         return None
     found = _files(path.removeprefix(HUB))
     root = Path(path.removeprefix(HUB)).expanduser()
@@ -89,7 +89,7 @@ def fingerprint(source: SourceConfig | str) -> str | None:
 
 
 def _rows(source: SourceConfig) -> Iterator[_Raw]:
-    if source.path.startswith(HUB) or _hub_id(source.path):
+    if source.path.startswith(HUB) or is_hub(source.path):
         yield from _hub_rows(source)
         return
     root = Path(source.path).expanduser()
@@ -230,7 +230,7 @@ def _parquet(file: Path) -> Iterator[_Raw]:
                 yield f"{file}, row {number}", f"{number:07d}", row
 
 
-def _hub_id(path: str) -> bool:
+def is_hub(path: str) -> bool:
     """Whether a path means a data set on the Hugging Face hub: hf:owner/name, or owner/name that is no local path."""
     if path.startswith(HUB):
         return not Path(path.removeprefix(HUB)).exists()
