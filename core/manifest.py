@@ -108,10 +108,10 @@ def _differences(there: Any, here: Any, at: str) -> list[str]:
     if isinstance(there, dict) and isinstance(here, dict):
         keys = dict.fromkeys([*there, *here])
         return [d for k in keys for d in _differences(there.get(k), here.get(k), f"{at}.{k}" if at else k)]
-    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        if all(isinstance(item, dict) for item in [*there, *here]):  # else the lists say more whole
-            pairs = enumerate(zip(there, here, strict=True))
-            return [d for i, (a, b) in pairs for d in _differences(a, b, f"{at}[{i}]")]
+    lists = isinstance(there, list) and isinstance(here, list) and len(there) == len(here)
+    if lists and all(isinstance(item, dict) for item in [*there, *here]):  # else the lists say more whole
+        pairs = enumerate(zip(there, here, strict=True))
+        return [d for i, (a, b) in pairs for d in _differences(a, b, f"{at}[{i}]")]
     return [] if there == here else [f"{at} is {_short(there)} there and {_short(here)} in the config"]
 
 

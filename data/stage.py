@@ -17,7 +17,7 @@ from draftsmith.core.atomic import atomic_folder, remove, sha256_file, sha256_js
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.damage import reading
-from draftsmith.core.engine import require_vllm
+from draftsmith.core.engine import engine_dtype, require_vllm
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.progress import say
@@ -106,11 +106,14 @@ def prepare_inputs(config: Config, target: Target, revisions: Revisions = Mappin
     data = config.data.model_dump(mode="json", exclude={"max_skip_share", "server"})
     for given, source in zip(data["sources"], config.data.sources, strict=True):
         given |= {"sha256": fingerprint(source), "revision": pinned(source, revisions).revision}
+    described = target.fingerprint(config.target)
+    if config.data.replies == "regenerate" and config.data.server is None:
+        described["dtype"] = engine_dtype(config.target)  # what `auto` is on this machine decides the replies
     return {
         "data": data,
         "contamination_sha256": [_content(path, revisions) for path in config.data.contamination.sets],
         "seed": config.run.seed,
-        "target": target.fingerprint(config.target),
+        "target": described,
     }
 
 
@@ -132,6 +135,9 @@ def _kept_revisions(run: RunFolder) -> Revisions:
 def _already_there(
     config: Config, run: RunFolder, manifest: dict[str, Any], inputs: dict[str, Any], revisions: Revisions
 ) -> None:
+    made_in = manifest["inputs"]["target"]["dtype"]
+    if config.target.dtype == "auto" and (config.data.server or made_in == "auto"):
+        inputs["target"]["dtype"] = made_in  # what `auto` is on a server, nobody says
     check_inputs(run.samples, manifest, inputs)
     if not run.vocab_mapping.is_file() or sha256_file(run.vocab_mapping) != manifest["vocab_mapping_sha256"]:
         raise UserError(f"{run.vocab_mapping}: missing or damaged.", "Run `draftsmith prepare --fresh`.")
