@@ -1,13 +1,8 @@
-"""What the target is asked and when, how a stopped run goes on, and the server's protocol; engines: tests/pipeline."""
-
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+"""What the target is asked, and how a stopped run goes on; servers: test_server.py, engines: tests/pipeline."""
 
 import pytest
 
 from draftsmith.core.conversations import Conversation, Skipped, TokenTurn
-from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.target import load_tokenizer, resolve_target
 from draftsmith.data.dialogues import Dialogues
 from draftsmith.data.journal import FILE, Journal
@@ -174,103 +169,6 @@ def test_a_damaged_line_costs_one_reply_and_is_said(target, tmp_path, capsys, da
     assert len(again) == 3 and f"{FILE}: damaged at line 2;" in capsys.readouterr().out
     [asked] = answer_all(Dialogues(config, tokenizer, talks, again))
     assert asked.conversation == 1 and rows_of(again) == wanted
-
-
-# ---- a server: its protocol; the real one is in tests/pipeline ---------------------------------------------------
-
-
-@pytest.fixture
-def server():
-    """Answers as vLLM's `/v1/completions` does; `faults` are HTTP codes that the next requests get instead."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send({"data": [{"id": "tiny", "root": "tiny", "max_model_len": httpd.longest}]})
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if httpd.faults:
-                return self.send({"error": "told to"}, httpd.faults.pop())
-            httpd.bodies.append(body)
-            ids = [5 + sum(body["prompt"]) % 50, 7, 1]
-            choice = {"token_ids": ids, "prompt_token_ids": body["prompt"], "finish_reason": "stop", **httpd.changes}
-            self.send({"choices": [choice]})
-
-        def send(self, value, code=200):
-            data = json.dumps(value).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args):
-            pass
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    httpd.faults, httpd.bodies, httpd.changes, httpd.longest = [], [], {}, 64
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield httpd
-    httpd.shutdown()
-    httpd.server_close()
-
-
-@pytest.fixture
-def ask(target, changed, server, tmp_path):
-    config, resolved, _ = target
-
-    def run(talks, **more):
-        settings = {"url": f"http://127.0.0.1:{server.server_port}/v1", "retry_wait": 0.0, "retries": 2, **more}
-        served = changed(config, data={"server": settings})
-        return list(regenerate(served, resolved, talks, tmp_path / "journal"))
-
-    return run
-
-
-def test_a_server_gives_the_rows_that_an_engine_would(ask, server):
-    server.faults = [503, 429]
-    rows = ask([TWO_TURNS] * 5, concurrency=3)
-    assert [type(r) for r in rows] == [Row] * len(rows) and {r.conversation for r in rows} == set(range(5))
-    assert {body["return_token_ids"] for body in server.bodies} == {True}
-    assert all(body["temperature"] == 0.0 and body["max_tokens"] <= 8 for body in server.bodies)
-    for row in rows:
-        for start, end in row.loss_spans:
-            assert row.input_ids[start:end] == [5 + sum(row.input_ids[:start]) % 50, 7, 1]
-
-
-def test_a_server_that_dies_stops_the_stage_and_the_replies_are_kept(ask, server, tmp_path):
-    ask([TWO_TURNS])
-    server.faults = [500] * 3
-    with pytest.raises(StageFailed, match="run the same command"):
-        ask([TWO_TURNS, conversation(says("user", "new"), name="2")])
-    assert len(Journal(tmp_path / "journal")) == 2
-    assert len([r for r in ask([TWO_TURNS, conversation(says("user", "new"), name="2")]) if isinstance(r, Row)]) >= 2
-    assert len(server.bodies) == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"token_ids": None}, "returns no token ids"),
-        ({"prompt_token_ids": [1, 2]}, "says it used 2 others"),
-    ],
-)
-def test_a_server_whose_ids_cannot_be_trusted_is_refused(ask, server, changes, said):
-    server.changes = changes
-    with pytest.raises(UserError, match=said):
-        ask([TWO_TURNS])
-
-
-def test_a_server_that_is_not_there_or_too_short_or_another_is_refused_at_once(ask, server):
-    with pytest.raises(UserError, match="serves tiny"):
-        ask([TWO_TURNS], model="other")
-    with pytest.raises(UserError, match="no such environment variable"):
-        ask([TWO_TURNS], api_key_env="DRAFTSMITH_NO_SUCH_KEY")
-    server.longest = 32
-    with pytest.raises(UserError, match="32 tokens of context"):
-        ask([TWO_TURNS])
-    with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
-        ask([TWO_TURNS], url="http://127.0.0.1:9")
-    assert not server.bodies
 
 
 def test_nothing_left_to_ask_starts_nothing(target, tmp_path):

@@ -47,7 +47,7 @@ def hub(monkeypatch):
     httpd.commit, httpd.asked, httpd.read = OLD, [], []
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{httpd.server_port}")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
     yield httpd
     httpd.shutdown()
     httpd.server_close()
