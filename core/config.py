@@ -200,9 +200,9 @@ class DataConfig(Section):
     )
     history: Literal["own", "source"] = Field(
         "own",
-        description="What stands before a regenerated reply. own: the target's earlier replies; a conversation ends "
-        "where a tool would have to answer them. source: the source's messages as they are, a reply wherever it has "
-        "one, tool turns included.",
+        description="What stands before a regenerated reply. own: the target's earlier replies, and nothing of the "
+        "source's; a conversation ends where a tool would have to answer. source: the source's messages as they are, "
+        "a reply wherever it has one, tool turns included.",
     )
     server: ServerConfig | None = Field(None, description="Regenerate on a running server; null: an own engine.")
     sampling: SamplingConfig = SamplingConfig()

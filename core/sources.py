@@ -40,6 +40,7 @@ def read_conversations(
     name: str | None = None,
     roles: Mapping[str, str] = DEFAULT_ROLES,
     shapes: Counter[str] | None = None,
+    replies_dropped: bool = False,
 ) -> Iterator[Conversation | Skipped]:
     """Every row of a source, as a conversation or as the reason why it is none.
 
@@ -48,13 +49,14 @@ def read_conversations(
         name: of the source, in samples and in made-up ids; None: made from the path.
         roles: role names, as in `data.roles`.
         shapes: counts the rows of each shape.
+        replies_dropped: the target answers every turn anew, so that no reply of the source has to be usable.
 
     Raises:
         UserError: there is no such source, or a file of it is damaged.
     """
     source = SourceConfig(path=source) if isinstance(source, str) else source
     name = name or source_name(source.path)
-    context = RowContext(name, roles, source.author)
+    context = RowContext(name, roles, source.author, replies_dropped)
     for place, key, row in _rows(source):
         if isinstance(row, Skipped):
             yield Skipped(place, row.reason, row.detail, name)

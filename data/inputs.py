@@ -45,6 +45,7 @@ class _Reader:
         self._signer = Signer(config.data.dedup)
         self._contamination = Contamination(config, tokenizer.decode, revisions)
         self._keep = config.data.replies != "regenerate"
+        self._replies_dropped = not self._keep and config.data.history == "own"
 
     def read(self, source: SourceConfig, name: str) -> None:
         """Read one source.
@@ -54,7 +55,8 @@ class _Reader:
         """
         tally, first, taken = self.tally.sources[name], "", 0
         with meter(f"reading {name}", None, "conversations") as shown:
-            for row in read_conversations(pinned(source, self._revisions), name, self.config.data.roles, tally.shapes):
+            at, roles = pinned(source, self._revisions), self.config.data.roles
+            for row in read_conversations(at, name, roles, tally.shapes, self._replies_dropped):
                 problem = row if isinstance(row, Skipped) else self._outside_vocabulary(row)
                 if problem:
                     self.tally.skip(problem)
