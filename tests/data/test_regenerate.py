@@ -8,6 +8,7 @@ from draftsmith.data.dialogues import Dialogues
 from draftsmith.data.journal import FILE, Journal
 from draftsmith.data.regenerate import regenerate
 from draftsmith.data.rows import Row
+from draftsmith.data.tool_calls import call_marker
 
 
 def says(role, content, **more):
@@ -71,6 +72,43 @@ def test_what_no_client_could_send_ends_a_conversation_and_is_listed(target, tmp
     ]
     tool = Dialogues(config, tokenizer, [WITH_TOOL], Journal(tmp_path / "tool"))
     assert len(answer_all(tool)) == 1 and tool.skipped[0].reason == "after_tool_turn"
+
+
+@pytest.mark.parametrize(
+    ("name", "marker", "reply"),
+    [
+        (
+            "qwen3",
+            "<tool_call>",
+            '<think>\nlook\n</think>\n\n<tool_call>\n{"arguments": {}, "name": "f"}\n</tool_call>',
+        ),
+        ("minimax-m2.5", "<minimax:tool_call><invokename=", 'look\n</think>\n\n<minimax:tool_call>\n<invoke name="f">'),
+        ("llama3", '{"name":"', '{"name": "f", "parameters": {}}'),
+        ("chatml", None, ""),  # shows no calls, and no tools either
+    ],
+)
+def test_a_tool_call_of_the_target_ends_the_conversation(tokenizer_of, make_config, tmp_path, name, marker, reply):
+    """Nobody is there to answer it, and no client would send the user's next turn instead."""
+    tokenizer = tokenizer_of(name)
+    tools = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},)
+    assert call_marker(tokenizer, tools) == marker
+    config = make_config(data={"max_length": 4096})
+    offered = conversation(says("user", "weather?"), says("user", "thanks"), tools=tools)
+    end = tokenizer.eos_token_id
+
+    def asked(talk, text, folder):
+        dialogues = Dialogues(config, tokenizer, [talk], Journal(tmp_path / folder))
+        ids = [*tokenizer.encode(text, add_special_tokens=False), end]
+        return len(answer_all(dialogues, lambda request: (ids, "stop"))), dialogues.skipped
+
+    assert asked(offered, '<think>\nIt is {"sunny"}, I call it a day.', "plain") == (2, [])
+    if marker:
+        count, [listed] = asked(offered, reply, "called")
+        assert (count, listed.reason) == (1, "after_tool_turn") and "reply 1 calls a tool" in listed.detail
+        without = conversation(*offered.messages)
+        assert asked(without, reply, "none") == (2, [])  # only its text: there was nothing to call
+        last = conversation(offered.messages[0], tools=tools)
+        assert asked(last, reply, "last") == (1, [])
 
 
 def test_history_of_the_source_asks_for_every_reply_after_its_own_messages(target, changed, tmp_path):
