@@ -44,11 +44,11 @@ def prepare(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = Fals
 @app.command()
 def capture(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Stage 2: hidden states of the target; prepares what is missing."""
-    from draftsmith.hidden_state_capture.stage import capture as run_capture
+    from draftsmith.hidden_state_capture.beside import capture_alone
 
-    with _run(config, overrides, fresh, lambda run: [run.hidden_states]) as loaded:
+    with _run(config, overrides, fresh, lambda run: [run.hidden_states, run.spool], side="capture") as loaded:
         _prepare(loaded)
-        run_capture(loaded)
+        capture_alone(loaded)
 
 
 @app.command()
@@ -57,7 +57,12 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False)
     from draftsmith.train.stage import train as run_train
 
     with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]) as loaded:
-        run_train(loaded)
+        if loaded.capture.mode == "store":
+            return run_train(loaded)
+        from draftsmith.hidden_state_capture.beside import capturing
+
+        with capturing(loaded) as check_capture:
+            run_train(loaded, check_capture)
 
 
 @app.command("eval")
@@ -133,16 +138,20 @@ def schema(
 
 @contextmanager
 def _run(
-    config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]]
+    config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]], side: str = ""
 ) -> Iterator[Config]:
-    """The checked config of a stage, its run locked, and with `fresh` the stage's old output gone."""
+    """The checked config of a stage, its run locked, and with `fresh` the stage's old output gone.
+
+    `side` is the stage's name where it runs beside another one, as in spool mode with a capture of the user's.
+    """
     from draftsmith.core.target import resolve_layer_ids, resolve_target
 
     loaded = load_config(config, overrides)
     # Whatever the stage, a target that cannot be read or layers that it lacks are said before anything is done.
     resolve_layer_ids(loaded.capture, resolve_target(loaded.target).num_layers)
     run = RunFolder.of(loaded)
-    with run.lock():
+    beside = loaded.capture.mode == "spool" and loaded.capture.spool_capture == "own"
+    with run.lock(side if beside else ""):
         # Under torchrun the processes share the folder: one deletes.
         if fresh and os.environ.get("RANK", "0") == "0":
             for path in outputs(run):

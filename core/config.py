@@ -257,8 +257,25 @@ class CaptureConfig(Section):
         description="Auxiliary layers by vLLM's ids (k: the residual stream after k layers). auto: 2, n//2, n-3.",
     )
     storage: Literal["bf16"] = Field("bf16", description="Number format of the states on disk.")
-    mode: Literal["store"] = Field("store", description="store: all states are written before training starts.")
-    spool_bytes: None = Field(None, description="Only null for now: the spool is not built yet.")
+    mode: Literal["store", "spool"] = Field(
+        "store",
+        description="store: all states are written before training starts; spool: only the held-out samples' are, the "
+        "others pass through a bounded folder while training runs, in every epoch anew.",
+    )
+    spool_bytes: PositiveInt | None = Field(
+        None, description="Bytes that spool mode's folder may hold at any time; at least two shards."
+    )
+    spool_capture: Literal["train", "own"] = Field(
+        "train",
+        description="In spool mode. train: `draftsmith train` starts and ends the capture; own: it waits for a "
+        "`draftsmith capture` of yours, in another terminal or on another host with the same run folder.",
+    )
+    spool_gpus: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        min_length=1,
+        description="GPUs that capture has in spool mode, by their place among the visible ones; training has the "
+        "others. null: both share all.",
+    )
     data_parallel: Literal[1] = Field(1, description="Engines side by side; only 1 for now.")
     shard_bytes: int = Field(1024**3, ge=1024, description="Shards are closed when they reach this size.")
     pending_bytes: int = Field(
@@ -272,6 +289,12 @@ class CaptureConfig(Section):
         0.01, description="A larger share of samples with non-finite or all-zero states stops the stage."
     )
     probe: ProbeConfig = ProbeConfig()
+
+    @model_validator(mode="after")
+    def _spool_is_bounded(self) -> Self:
+        if self.mode == "spool" and self.spool_bytes is None:
+            raise ValueError("capture.mode is spool; set capture.spool_bytes to the bytes that its folder may hold")
+        return self
 
 
 class EvalConfig(Section):

@@ -17,7 +17,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,24 +50,36 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         UserError, StageFailed: as `work` raised them.
         StageFailed: the process died (out of memory, a crash in native code).
     """
+    with engine_process(work, *args, **kwargs) as running:
+        return outcome(running, work.__name__)
+
+
+@contextmanager
+def engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[T]]:
+    """`work` as `in_engine_process` runs it, beside the block; what is not done at the block's end is ended."""
     pool = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
     )
-    group: int | None = None
+    group = outcome(pool.submit(os.getpgrp), work.__name__)  # it may die before it leads one
+    running = pool.submit(work, *args, **kwargs)
     try:
-        group = pool.submit(os.getpgrp).result()
-        result = pool.submit(work, *args, **kwargs).result()
-        pool.shutdown()  # the process ends by itself and frees what it shares with us
-        return result
+        yield running
+    finally:
+        if running.done() and not running.exception():
+            pool.shutdown()  # the process ends by itself and frees what it shares with us
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def outcome(running: Future[T], name: str) -> T:
+    """Wait for the result of an `engine_process`; raises as `in_engine_process` does."""
+    try:
+        return running.result()
     except BrokenProcessPool:
         raise StageFailed(
-            f"the engine process of `{work.__name__}` died without a message (killed, or out of memory); "
+            f"the engine process of `{name}` died without a message (killed, or out of memory); "
             "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
         ) from None
-    finally:
-        if group is not None:  # None: it died before it led one
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
 
 
 def _lead_group(parent: int) -> None:

@@ -94,14 +94,17 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
     Raises:
         UserError: names every key that differs, with both values.
     """
-    recorded = json.loads(json.dumps(manifest["inputs"]))
-    differences = list(_differences(recorded, json.loads(json.dumps(inputs)), ""))
-    if differences:
+    if found := differences(manifest["inputs"], inputs):
         raise UserError(
-            f"{folder} was made with other settings: " + "; ".join(differences) + ".",
+            f"{folder} was made with other settings: " + "; ".join(found) + ".",
             f"Choose another run.name, or make it again with `draftsmith {manifest['stage']} --fresh` "
             f"(`make {manifest['stage']} ARGS=--fresh`).",
         )
+
+
+def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Every key whose value differs, with both values."""
+    return list(_differences(json.loads(json.dumps(there)), json.loads(json.dumps(here)), ""))
 
 
 def _differences(there: Any, here: Any, at: str) -> list[str]:

@@ -34,6 +34,7 @@ class SampleStates:
         states_TLH: [T, A + 1, H] on the host, the last column being the state before the final norm.
         ready: blocks until `states_TLH` has been filled (a device copy may still be running).
         save_to: write this sample alone to a file instead of into a shard (the probe).
+        slot: its place in a spool (see `SpoolWriter`).
     """
 
     sample_id: str
@@ -42,6 +43,7 @@ class SampleStates:
     states_TLH: Tensor
     ready: Callable[[], object]
     save_to: str | None = None
+    slot: dict[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -130,14 +132,18 @@ class ShardWriter:
     def _seal(self) -> None:
         if not self._open:
             return
-        rows, tensors = pack(self._open)
-        path = self.folder / shard_name(self._next_shard)
-        write_atomic(path, lambda tmp: save_file(tensors, tmp))
-        shard = {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
-        shard |= {"samples": len(rows), "tokens": int(tensors["input_ids"].numel())}
-        write_json(path.with_suffix(".json"), {"shard": shard, "rows": rows})
+        write_shard(self.folder / shard_name(self._next_shard), self._open)
         self._open, self._open_bytes = [], 0
         self._next_shard += 1
+
+
+def write_shard(path: Path, samples: list[dict[str, Any]], **more: Any) -> None:
+    """Write samples into one shard and then, as its sidecar, the index rows and `more`."""
+    rows, tensors = pack(samples)
+    write_atomic(path, lambda tmp: save_file(tensors, tmp))
+    shard = {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
+    shard |= {"samples": len(rows), "tokens": int(tensors["input_ids"].numel())}
+    write_json(path.with_suffix(".json"), {"shard": shard, "rows": rows, **more})
 
 
 def split_states(sample: SampleStates) -> dict[str, Tensor]:

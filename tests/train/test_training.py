@@ -17,7 +17,7 @@ from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.run import COMPLETE, RunFolder
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.train.loop import training_plan
+from draftsmith.train.feed import training_plan
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import learning_rate
 from draftsmith.train.stage import train
@@ -39,7 +39,10 @@ def logged(config):
 
 def figures(config):
     """What was logged, without what the clock decides."""
-    return [{k: v for k, v in row.items() if k not in ("time", "tokens_per_second")} for row in logged(config)]
+    return [
+        {k: v for k, v in row.items() if k not in ("time", "tokens_per_second", "data_wait_seconds")}
+        for row in logged(config)
+    ]
 
 
 def weights(config):
