@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 
+from draftsmith.core.fused import pointwise
 from draftsmith.core.fused.fp8 import Fp8Products, cast_into, scaled
 from draftsmith.core.fused.layout import lay_out
 from draftsmith.core.fused.objective import fused_loss, fused_matches
@@ -111,6 +112,45 @@ def test_replay_finds_the_same_matches(make_objective, make_batch):
     assert leading.tolist() == wanted.tolist()
     assert sums.hits_J.tolist() == wanted_sums.hits_J.tolist()
     torch.testing.assert_close(sums.loss_J, wanted_sums.loss_J)
+
+
+def test_rows_past_two_to_the_31_elements_are_where_they_belong():
+    """87 thousand rows of the states that norm_before_fc norms, at H = 8192. Here: few columns of five very wide rows.
+
+    Memory that nobody touches costs nothing, so the tensors are as large as they say and take a few pages.
+    """
+    rows, width, columns = 5, 2**29, 16
+    assert rows * width > 2**31
+    generator = torch.Generator().manual_seed(0)
+
+    def wide():
+        tensor = torch.empty(rows * width, dtype=torch.int8)
+        for i in range(rows):
+            seen(tensor)[i][:] = torch.randint(-9, 9, (columns,), generator=generator)
+        return tensor
+
+    def seen(tensor):
+        return [tensor[i * width : i * width + columns] for i in range(rows)]
+
+    def total(a, b):
+        return sum(x.float() * y.float() for x, y in zip(seen(a), seen(b), strict=True))
+
+    def close(tensor, *parts):  # the gradient in the input is less the row's mean, next to nothing, and truncated
+        wanted = [sum(row.float() for row in of_row) for of_row in zip(*map(seen, parts), strict=True)]
+        return all((a - b).abs().max() <= 1 for a, b in zip(seen(tensor), wanted, strict=True))
+
+    x, dy, dn, dres, dx = (wide() for _ in range(5))
+    ones, weight = torch.ones(rows), torch.ones(columns)
+    dw, dw_next = torch.empty(width), torch.empty(width)
+    pointwise._rms_grad[(1,)](
+        dy, dres, ones, x, ones, ones, weight, dx, dw, rows, width, True, False, False, False, True, columns
+    )
+    assert torch.equal(dw[:columns], total(dy, x)) and close(dx, dy, dres)
+    pointwise._output_grad[(1,)](
+        dy, ones, x, ones, weight, dn, dres, ones, weight, dx, dw, dw_next, rows, width, True, False, False, columns
+    )
+    assert torch.equal(dw[:columns], total(dy, x)) and torch.equal(dw_next[:columns], total(dn, x))
+    assert close(dx, dy, dn, dres)
 
 
 def test_the_training_loop_runs_on_it(synthetic_run, changed, monkeypatch):
