@@ -77,8 +77,8 @@ class TargetConfig(Section):
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "bfloat16",
-        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU that only emulates bfloat16 "
-        "(15 times slower).",
+        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU or a GPU (before sm_80) that "
+        "only emulates bfloat16 (15 times slower on a CPU).",
     )
     chat_template: str | None = Field(None, description="Path of a Jinja chat template; null: the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -200,9 +200,9 @@ class DataConfig(Section):
     )
     history: Literal["own", "source"] = Field(
         "own",
-        description="What stands before a regenerated reply. own: the target's earlier replies; a conversation ends "
-        "where a tool would have to answer them. source: the source's messages as they are, a reply wherever it has "
-        "one, tool turns included.",
+        description="What stands before a regenerated reply. own: the target's earlier replies, and nothing of the "
+        "source's; a conversation ends where a tool would have to answer. source: the source's messages as they are, "
+        "a reply wherever it has one, tool turns included.",
     )
     server: ServerConfig | None = Field(None, description="Regenerate on a running server; null: an own engine.")
     sampling: SamplingConfig = SamplingConfig()

@@ -29,6 +29,7 @@ from draftsmith.core.progress import say
 from draftsmith.core.target import Target
 
 if TYPE_CHECKING:
+    import torch
     from vllm import LLM, RequestOutput, SamplingParams
 
 P = ParamSpec("P")
@@ -59,7 +60,7 @@ def engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> I
     pool = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
     )
-    group = pool.submit(os.getpgrp).result()
+    group = outcome(pool.submit(os.getpgrp), work.__name__)  # it may die before it leads one
     running = pool.submit(work, *args, **kwargs)
     try:
         yield running
@@ -205,12 +206,21 @@ def has_cuda() -> bool:
 
 
 def has_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 natively: a GPU, or a CPU that does not have to emulate it."""
+    """Whether this machine multiplies bfloat16 natively: its GPUs (sm_80 and newer), or where there is none its CPU."""
     if has_cuda():
-        return True
+        import torch
+
+        return all(multiplies_bfloat16(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.is_file() else []
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def multiplies_bfloat16(device: "torch.device") -> bool:
+    """Whether a GPU does so; those before sm_80 (V100, T4) emulate it, and Triton does not compile it for them."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def engine_dtype(config: TargetConfig) -> str:
