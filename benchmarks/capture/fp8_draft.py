@@ -8,6 +8,7 @@ on the held-out samples' states in bf16, which are closer to what the server fee
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -19,7 +20,6 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.core.atomic import sha256_file
 from draftsmith.core.checkpoint import Checkpoint, build_objective, final_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
@@ -31,28 +31,26 @@ from draftsmith.core.store import INDEX, INDEX_SCHEMA, shard_name
 from draftsmith.core.target import resolve_target
 from draftsmith.data.batching import collate, plan_batches
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.hidden_state_capture.writer import pack
 
 
 def encoded(store: HiddenStateStore, folder: Path) -> None:
-    """The same samples in fp8: what a capture in fp8 would have stored."""
+    """The same samples in fp8: what a capture in fp8 would have stored, in one shard and without checksums."""
     folder.mkdir()
-    samples = []
-    for number in range(len(store.index)):
-        parts = store.stored(number)
-        aux, aux_scales = encode(parts["aux_states"])
-        last, last_scales = encode(parts["last_states"])
-        coded = {"aux_states": aux, "aux_scales": aux_scales, "last_states": last, "last_scales": last_scales}
-        samples.append({**parts, **coded, "sample_id": store.index[number]["sample_id"]})
-    rows, tensors = pack(samples)
-    file = folder / shard_name(0)
-    save_file(tensors, file)
-    extra = [{"shard": 0, "split": row["split"], "source": row["source"]} for row in store.index]
-    table = pa.Table.from_pylist([{**r, **e} for r, e in zip(rows, extra, strict=True)], schema=INDEX_SCHEMA)
-    pq.write_table(table, folder / INDEX)
-    shard = {"file": file.name, "sha256": sha256_file(file), "bytes": file.stat().st_size, "samples": len(rows)}
-    shard["tokens"] = len(tensors["input_ids"])
-    kept = {k: v for k, v in store.manifest.items() if k not in ("stage", "created", "inputs", "versions", "shards")}
+    parts = [store.stored(number) for number in range(len(store.index))]
+    starts, lasts = ([0, *itertools.accumulate(row[k] for row in store.index)] for k in ("length", "last_length"))
+    tensors = {name: torch.cat([p[name] for p in parts]) for name in ("input_ids", "loss_mask")}
+    for name in ("aux", "last"):
+        coded = [encode(p[f"{name}_states"]) for p in parts]
+        tensors |= {f"{name}_{kind}": torch.cat([c[i] for c in coded]) for i, kind in enumerate(("states", "scales"))}
+    tensors["last_rows"] = torch.cat([p["last_rows"] + start for p, start in zip(parts, starts, strict=False)])
+    tensors["sample_offsets"] = torch.tensor(starts)
+    save_file(tensors, folder / shard_name(0))
+    places = ({"shard": 0, "row": i, "start": starts[i], "last_start": lasts[i]} for i in range(len(parts)))
+    rows = [{**row, **place, "sha256": ""} for row, place in zip(store.index, places, strict=True)]
+    pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), folder / INDEX)
+    size = (folder / shard_name(0)).stat().st_size
+    shard = {"file": shard_name(0), "sha256": "", "bytes": size, "samples": len(rows), "tokens": starts[-1]}
+    kept = {k: v for k, v in store.manifest.items() if k not in ("stage", "created", "inputs", "versions")}
     inputs = {**store.manifest["inputs"], "storage": "fp8"}
     write_manifest(folder, "capture", inputs, {**kept, "storage": "fp8", "shards": [shard]})
 
