@@ -277,7 +277,15 @@ class CaptureConfig(Section):
 class EvalConfig(Section):
     """Replay on held-out samples, and serving with the exported draft."""
 
-    k: list[PositiveInt] = Field(default_factory=lambda: [3], min_length=1, description="Draft lengths.")
+    k: list[PositiveInt] = Field(
+        default_factory=lambda: [3], min_length=1, description="Draft lengths that are served."
+    )
+    replay_k: PositiveInt = Field(7, description="Draft lengths 1 .. replay_k are replayed, and those of `k`.")
+    draft_sampling: Literal["greedy", "probabilistic"] = Field(
+        "greedy",
+        description="How the server drafts at T > 0 (vLLM's draft_sample_method). greedy: the draft's likeliest token, "
+        "accepted with the target's probability of it; probabilistic: a token sampled from the draft.",
+    )
     temperature: list[Annotated[float, Field(ge=0.0)]] = Field(default_factory=lambda: [0.0], min_length=1)
     concurrency: list[PositiveInt] = Field(default_factory=lambda: [1], min_length=1, description="Requests in flight.")
     sets: list[str] = Field(

@@ -18,9 +18,11 @@ from draftsmith.core.manifest import (
 )
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
+from draftsmith.core.samples import iter_samples
 from draftsmith.core.sources import fingerprint
 from draftsmith.core.target import resolve_target
 from draftsmith.eval.offline import HeldOut, objective_figures, release_memory, replay
+from draftsmith.eval.replay_rows import replay_rows, source_rows
 from draftsmith.eval.report import write_report
 from draftsmith.eval.served import prompt_sets, report_rows, serve
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
@@ -53,11 +55,14 @@ def evaluate(config: Config) -> None:
     require_vllm("eval")
     run.open(config)
     batches = HeldOut(store, config.train.tokens_per_batch)
-    report: dict[str, Any] = {"replay": [], "served": [], "objective": None}
+    report: dict[str, Any] = {"replay": [], "replay_by_source": [], "served": [], "objective": None}
     if len(batches):
         norm_form = store.manifest["last_state"]["norm_form"]
-        report["replay"], _ = replay(config, target, read_draft_folder(run.export), norm_form, batches)
-        report["objective"] = objective_figures(target, checkpoint, batches)
+        replayed = replay(config, target, read_draft_folder(run.export), norm_form, batches)
+        sources = {s.sample_id: s.source for s in iter_samples(run.samples, "eval")}
+        report["replay"] = replay_rows(config, replayed)
+        report["replay_by_source"] = source_rows(config, replayed, sources)
+        report["objective"] = objective_figures(target, checkpoint, batches, config.train.logits_bytes)
         release_memory()
     without = serve(config, target, sets, None, 0)
     for k in config.eval.k:
