@@ -4,10 +4,11 @@ Every number that a stage uses is a field here. Field descriptions become `confi
 for completion. Loading (YAML, overrides, error messages) is in `config_io.py`.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from draftsmith.core.config_eval import EvalConfig
 from draftsmith.core.config_train import DraftConfig, TrainConfig
 from draftsmith.core.section import PositiveInt, Section, Share
 
@@ -272,28 +273,6 @@ class CaptureConfig(Section):
         0.01, description="A larger share of samples with non-finite or all-zero states stops the stage."
     )
     probe: ProbeConfig = ProbeConfig()
-
-
-class EvalConfig(Section):
-    """Replay on held-out samples, and serving with the exported draft."""
-
-    k: list[PositiveInt] = Field(
-        default_factory=lambda: [3], min_length=1, description="Draft lengths that are served."
-    )
-    replay_k: PositiveInt = Field(7, description="Draft lengths 1 .. replay_k are replayed, and those of `k`.")
-    draft_sampling: Literal["greedy", "probabilistic"] = Field(
-        "greedy",
-        description="How the server drafts at T > 0 (vLLM's draft_sample_method). greedy: the draft's likeliest token, "
-        "accepted with the target's probability of it; probabilistic: a token sampled from the draft.",
-    )
-    temperature: list[Annotated[float, Field(ge=0.0)]] = Field(default_factory=lambda: [0.0], min_length=1)
-    concurrency: list[PositiveInt] = Field(default_factory=lambda: [1], min_length=1, description="Requests in flight.")
-    sets: list[str] = Field(
-        default_factory=list,
-        description="Sources of prompts, as in `data.sources`; the held-out samples are always a set.",
-    )
-    max_prompts: PositiveInt | None = Field(None, description="Prompts served per set; null: all.")
-    bootstrap: PositiveInt = Field(1000, description="Bootstrap draws of the confidence intervals.")
 
 
 class ExportConfig(Section):

@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from draftsmith.core.config import TargetConfig
 from draftsmith.core.errors import StageFailed, UserError
@@ -49,22 +49,39 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         UserError, StageFailed: as `work` raised them.
         StageFailed: the process died (out of memory, a crash in native code).
     """
-    pool = ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
-    )
-    group = pool.submit(os.getpgrp).result()
-    try:
-        result = pool.submit(work, *args, **kwargs).result()
-        pool.shutdown()  # the process ends by itself and frees what it shares with us
-        return result
-    except BrokenProcessPool:
-        raise StageFailed(
-            f"the engine process of `{work.__name__}` died without a message (killed, or out of memory); "
-            "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
-        ) from None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+    with EngineProcess() as process:
+        return process.run(work, *args, **kwargs)
+
+
+class EngineProcess:
+    """A process that an engine lives in for as long as the block; what runs in it shares its module globals."""
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
+        )
+        self._group = self._pool.submit(os.getpgrp).result()
+        return self
+
+    def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` there and return its result; as `in_engine_process`."""
+        try:
+            return self._pool.submit(work, *args, **kwargs).result()
+        except BrokenProcessPool:
+            raise StageFailed(
+                f"the engine process of `{work.__name__}` died without a message (killed, or out of memory); "
+                "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
+            ) from None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End it, and whatever it started."""
+        try:
+            if kind is None:
+                self._pool.shutdown()  # the process ends by itself and frees what it shares with us
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
 
 
 def _lead_group(parent: int) -> None:
@@ -118,13 +135,25 @@ def vllm_engine(config: TargetConfig, target: Target, **llm_args: Any) -> Iterat
         ) from error
     say(f"vLLM: ready in {time.monotonic() - begin:.0f} s")
     try:
-        yield llm
-    except (UserError, StageFailed):
-        raise
-    except Exception as error:  # an engine's own types may not even cross to the parent process
-        raise StageFailed(f"the engine failed: {last_line(error)}. Run the stage again when that is mended.") from None
+        with engine_errors():
+            yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Errors of the block as ours: an engine's own types may not even cross to the parent process.
+
+    Raises:
+        StageFailed: the engine failed.
+    """
+    try:
+        yield
+    except (UserError, StageFailed):
+        raise
+    except Exception as error:
+        raise StageFailed(f"the engine failed: {last_line(error)}. Run the stage again when that is mended.") from None
 
 
 def generate(
