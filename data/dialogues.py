@@ -15,9 +15,9 @@ from typing import Any
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Message, Skipped
 from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.reasoning import ClientView
 from draftsmith.core.rendering import render_prompt
 from draftsmith.data.journal import Journal
-from draftsmith.data.reasoning import ClientView
 
 # Conversations that have rows and could have had more: listed, but no fault of the source.
 ENDED_EARLY = ("after_tool_turn", "after_length_cut", "history_too_long")
