@@ -16,6 +16,7 @@ import typer
 from safetensors import SafetensorError
 
 from draftsmith.core.atomic import remove, write_text
+from draftsmith.core.cli_eval import STAGE, eval_app
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
 from draftsmith.core.errors import StageFailed, UserError
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look at the samples of a run.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(eval_app, name="eval")
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output and make it again.")]
@@ -60,7 +62,7 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False)
         run_train(loaded)
 
 
-@app.command("eval")
+@eval_app.command(STAGE, hidden=True)
 def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Stage 4: replay offline, serve on vLLM, report; exports what it serves."""
     from draftsmith.eval.stage import evaluate as run_evaluate
@@ -123,12 +125,16 @@ def doctor() -> None:
 def schema(
     check: Annotated[bool, typer.Option("--check", help="Compare instead of writing.")] = False,
 ) -> None:
-    """Write configs/schema.json, which editors use to complete and check configs."""
-    path = Path(str(files("draftsmith.configs").joinpath("schema.json")))
-    if not check:
-        write_text(path, schema_json())
-    elif not path.is_file() or path.read_text(encoding="utf-8") != schema_json():
-        raise StageFailed(f"{path} is not the schema of core/config.py; write it with `draftsmith schema`.")
+    """Write configs/schema.json, which editors check configs by, and report.schema.json, which describes reports."""
+    from draftsmith.eval.schema import report_schema
+
+    folder = files("draftsmith.configs")
+    for name, text in (("schema.json", schema_json()), ("report.schema.json", report_schema())):
+        path = Path(str(folder.joinpath(name)))
+        if not check:
+            write_text(path, text)
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            raise StageFailed(f"{path} is not the schema in the source; write it with `draftsmith schema`.")
 
 
 @contextmanager

@@ -69,7 +69,9 @@ def plot_agreement(report: dict[str, Any], file: Path) -> bool:
         label = f"T = {temperature:g} ({mine[0]['method']})"
         axes.plot([r["replayed"] for r in mine], [r["served"] for r in mine], "o", color=_COLOURS[i], label=label)
         for r in mine:
-            axes.annotate(f"K = {r['k']}", (r["replayed"], r["served"]), (6, -9), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                f"K = {r['k']}", (r["replayed"], r["served"]), (6, -9), textcoords="offset points", fontsize=8
+            )
     axes.set(xlabel="replayed acceptance length", ylabel="served", title="One point a K, temperature and concurrency")
     _finish(figure, axes, file)
     return True

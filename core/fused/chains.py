@@ -7,7 +7,7 @@ import torch
 from draftsmith.core.batch import Batch
 from draftsmith.core.chains import Chains, Drafting, TargetProbabilities
 from draftsmith.core.fused.layout import Layout
-from draftsmith.core.fused.products import product
+from draftsmith.core.fused.products import Products
 from draftsmith.core.fused.unroll import FusedUnroll
 from draftsmith.core.fused.weights import gather_weights
 from draftsmith.core.objective import Objective
@@ -39,7 +39,8 @@ def fused_chains(
         return Chains(leading_T.cpu(), accept_NTJ.cpu())
     draft = objective.draft
     with torch.autocast(device.type, enabled=False):
-        unroll = FusedUnroll(draft, gather_weights(draft, dict(draft.named_parameters()), dtype), batch, layout)
+        weights = gather_weights(draft, dict(draft.named_parameters()), dtype, Products())
+        unroll = FusedUnroll(draft, weights, batch, layout)
         flat = unroll.forward().flatten(0, 1)
         truth_T = objective.get_buffer("draft_ids")[batch.input_ids_T]
         rows_R = layout.rows_R.long()
@@ -47,7 +48,7 @@ def fused_chains(
         for chunk in layout.chunks:
             own = slice(chunk.p0, chunk.p1)
             pairs_P = layout.pairs_P[own]
-            logits_PV = product(flat.index_select(0, pairs_P), unroll.w.head_VH.T)
+            logits_PV = weights.products.forward(flat.index_select(0, pairs_P), weights.head_VH)
             hits_P[pairs_P] = (logits_PV.argmax(-1) == truth_T[layout.truth_P[own]]).long()
             if temperatures:
                 target = TargetProbabilities(objective, batch.last_MH[chunk.m0 : chunk.m1], temperatures)

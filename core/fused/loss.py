@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.core.batch import Batch
 from draftsmith.core.fused.launch import block
 from draftsmith.core.fused.layout import Layout
-from draftsmith.core.fused.products import add_product, float_product, product
+from draftsmith.core.fused.weights import Weights
 from draftsmith.core.losses import LEAST_LOGIT
 from draftsmith.core.objective import Objective, StepSums
 
@@ -156,19 +156,19 @@ class LossPass:
 
 @torch.no_grad()
 def loss_pass(
-    objective: Objective, hidden_JRH: Tensor, head_VH: Tensor, batch: Batch, layout: Layout, weights_J: Tensor | None
+    objective: Objective, hidden_JRH: Tensor, w: Weights, batch: Batch, layout: Layout, weights_J: Tensor | None
 ) -> LossPass:
     """Losses and matches of every pair, and gradients of sum_j weights[j] * loss[j].
 
     Args:
         objective: the loss and the target's head.
         hidden_JRH: normed outputs of all steps.
-        head_VH: the draft's lm_head in the dtype of the products.
+        w: the draft's weights; its lm_head and products are used.
         batch: on the device.
         layout: of the batch.
         weights_J: float32; None: no gradients are wanted.
     """
-    (steps, count, size), vocab, options = hidden_JRH.shape, len(head_VH), objective.loss
+    (steps, count, size), vocab, options = hidden_JRH.shape, objective.draft.shape.draft_vocab_size, objective.loss
     flat = hidden_JRH.view(steps * count, size)
     grad = None if weights_J is None else torch.zeros_like(flat)
     loss, hits = (torch.zeros(steps * count, dtype=torch.float32, device=flat.device) for _ in range(2))
@@ -181,7 +181,7 @@ def loss_pass(
         pairs = layout.pairs_P[own]
         probs_MV = _target_probs(objective, batch.last_MH[chunk.m0 : chunk.m1], blocks)
         hidden_PH = flat.index_select(0, pairs)
-        logits_PV = product(hidden_PH, head_VH.T)
+        logits_PV = w.products.forward(hidden_PH, w.head_VH)
         weights = loss.new_zeros(steps) if weights_J is None else weights_J
         _judge[(len(pairs),)](
             logits_PV, probs_MV, layout.labels_P[own], truth_T[layout.truth_P[own]], pairs, weights, loss, hits,
@@ -189,11 +189,10 @@ def loss_pass(
             num_warps=WARPS,
         )  # fmt: skip
         if grad is not None:
-            grad.index_copy_(0, pairs, product(logits_PV, head_VH))
-        if train_head and grad_head is None:
-            grad_head = float_product(logits_PV.T, hidden_PH)
-        elif grad_head is not None:
-            add_product(grad_head, logits_PV.T, hidden_PH)
+            into_head = w.products.gradient(logits_PV, into_weight=train_head)
+            grad.index_copy_(0, pairs, w.products.into_input(into_head, w.head_VH))
+            if train_head:
+                grad_head = w.products.into_weight(grad_head, into_head, hidden_PH)
     loss_JR, hits_JR = loss.view(steps, count), hits.view(steps, count)
     rows_J = torch.bincount(layout.pairs_P // count, minlength=steps).float()
     sums = StepSums(loss_JR.sum(1), rows_J, hits_JR.sum(1))
