@@ -67,6 +67,12 @@ class EvalConfig(Section):
     tolerance: Share = Field(
         0.02, description="Served acceptance length that is further than this below replay is diagnosed."
     )
+    max_part_error: float = Field(
+        0.015,
+        gt=0.0,
+        description="Relative error of one part of the engine's draft, given the same input, from which it counts as "
+        "another than the trained one.",
+    )
     bootstrap: PositiveInt = Field(1000, description="Bootstrap draws of the confidence intervals.")
 
     @field_validator("concurrency", "k", "temperature", "sets")

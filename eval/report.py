@@ -64,4 +64,4 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 def _figure(value: float | None, places: int = 3) -> str:
     """A number, or a dash where there is none."""
-    return "–" if value is None else f"{value:.{places}f}"
+    return "-" if value is None else f"{value:.{places}f}"
