@@ -199,7 +199,8 @@ def _described(contender: Contender, replayed: bool) -> dict[str, Any]:
 
 
 _COLUMNS = (
-    "", "set", "K", "T", "in flight", "draft", "acceptance length", "95 % interval", "difference", "its interval", "verdict",
+    "", "set", "K", "T", "in flight", "draft", "acceptance length", "95 % interval", "difference", "its interval",
+    "verdict",
 )  # fmt: skip
 
 

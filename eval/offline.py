@@ -1,10 +1,10 @@
 """What the store alone can tell: replayed acceptance of a draft, and the objective of a checkpoint."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ from draftsmith.hidden_state_capture.reader import HiddenStateStore
 if TYPE_CHECKING:
     from draftsmith.core.fused.layout import Layout
 
+    _Placed = tuple[Batch, Batch, Layout | None]
+
+A = TypeVar("A")
+B = TypeVar("B")
+
 
 class HeldOut:
     """The held-out samples, packed in a fixed order and read batch by batch, every time they are iterated."""
@@ -40,17 +45,23 @@ class HeldOut:
 
     def __iter__(self) -> Iterator[Batch]:
         """Every batch, the next one read while this one is worked on."""
-        with ThreadPoolExecutor(1) as pool:
-            coming = [pool.submit(self._read, batch) for batch in self.plan[:1]]
-            for batch in [*self.plan[1:], None]:
-                ready = coming.pop().result() if coming else None
-                if batch is not None:
-                    coming.append(pool.submit(self._read, batch))
-                if ready is not None:
-                    yield ready
+        return ahead(self._read, self.plan)
 
     def _read(self, batch: list[int]) -> Batch:
         return collate(self.store, [self.numbers[i] for i in batch])
+
+
+def ahead(work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
+    """`work` of every item in order, the next one worked on in a thread meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = None
+        for item in items:
+            following = pool.submit(work, item)
+            if coming:
+                yield coming.result()
+            coming = following
+        if coming:
+            yield coming.result()
 
 
 def release_memory() -> None:
@@ -140,38 +151,53 @@ class Judge:
         self.steps, self.temperatures, self.drafting = steps, temperatures, drafting
         shape = objective.draft.shape
         self.fused = has_cuda() and shape.head_dim in FUSED_HEAD_DIMS
+        self._copies: Any = torch.cuda.Stream() if has_cuda() else None  # type: ignore[no-untyped-call]
         self.label_rows = max(1, logits_bytes // (2 * steps * shape.draft_vocab_size))
 
-    def all(self, batches: HeldOut) -> Iterator[tuple[Batch, Chains]]:
-        """Every batch, on the host, with its chains."""
-        for batch in batches:
-            yield batch, self(batch)
+    def all(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Chains]]:
+        """Every batch, on the host, with its chains.
 
-    @torch.no_grad()
+        On a GPU copying to it, computing on it and what the caller does with the chains go on side by side.
+        """
+        return ahead(self._judged, ahead(self._on_device, batches))
+
     def __call__(self, batch: Batch) -> Chains:
         """Chains of one batch that is on the host."""
-        if not self.fused:
-            return judge_chains(self.objective, batch.to(self.device), self.steps, self.temperatures, self.drafting)
-        from draftsmith.core.fused.chains import fused_chains
-
-        here, layout = self._laid_out(batch)
-        return fused_chains(self.objective, here, layout, torch.bfloat16, self.temperatures, self.drafting)
+        return self._judged(self._on_device(batch))[1]
 
     @torch.no_grad()
     def sums(self, batch: Batch) -> StepSums:
         """Sums of the objective over one batch that is on the host."""
-        if not self.fused:
-            sums: StepSums = self.objective(batch.to(self.device), self.steps)
+        _, here, layout = self._on_device(batch)
+        if layout is None:
+            sums: StepSums = self.objective(here, self.steps)
             return sums
         from draftsmith.core.fused.objective import fused_matches
 
-        return fused_matches(self.objective, *self._laid_out(batch), torch.bfloat16)[1]
+        return fused_matches(self.objective, here, layout, torch.bfloat16)[1]
 
-    def _laid_out(self, batch: Batch) -> "tuple[Batch, Layout]":
-        from draftsmith.core.fused.layout import lay_out
+    def _on_device(self, batch: Batch) -> "_Placed":
+        """The batch, its copy on the device, and where the fused pass puts its rows."""
+        layout: Layout | None = None
+        if self.fused:
+            from draftsmith.core.fused.layout import lay_out
 
-        layout = lay_out(batch, self.steps, self.label_rows, self.objective.draft.shape.sliding_window)
-        return batch.to(self.device), layout.to(self.device)
+            layout = lay_out(batch, self.steps, self.label_rows, self.objective.draft.shape.sliding_window)
+        if self._copies is None:
+            return batch, batch.to(self.device), layout
+        with torch.cuda.stream(self._copies):  # else the copy would wait for the batch that is computed
+            placed = (batch, batch.to(self.device), layout and layout.to(self.device))
+        self._copies.synchronize()
+        return placed
+
+    @torch.no_grad()
+    def _judged(self, placed: "_Placed") -> tuple[Batch, Chains]:
+        batch, here, layout = placed
+        if layout is None:
+            return batch, judge_chains(self.objective, here, self.steps, self.temperatures, self.drafting)
+        from draftsmith.core.fused.chains import fused_chains
+
+        return batch, fused_chains(self.objective, here, layout, torch.bfloat16, self.temperatures, self.drafting)
 
 
 def objective_figures(target: Target, checkpoint: Checkpoint, batches: HeldOut, logits_bytes: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.target import resolve_target
 from draftsmith.eval.offline import HeldOut, objective_figures, replay
 from draftsmith.eval.replay_rows import replay_rows, source_rows
-from draftsmith.eval.served import HELD_OUT, prompt_sets
 from draftsmith.eval.stage import eval_inputs, evaluate
 from draftsmith.export.stage import export
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
@@ -135,47 +134,17 @@ def test_a_draft_that_samples_cannot_be_walked_by_the_replies_tokens(exported, c
     assert {row["method"] for row in replay_rows(config, replayed(config))} == {"expected"}
 
 
-# ---- prompts to serve ------------------------------------------------------------------------------------------------
+# ---- what the report depends on --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def with_set(exported, changed, tmp_path):
-    def make(text, **values):
+    def make(text):
         path = tmp_path / "my set.jsonl"
         path.write_text(text)
-        return changed(exported, eval={"sets": [str(path)], **values})
+        return changed(exported, eval={"sets": [str(path)]})
 
     return make
-
-
-def sets_of(config):
-    return prompt_sets(config, resolve_target(config.target))
-
-
-def test_the_held_out_prompts_are_a_set_of_their_own(exported, synthetic_samples):
-    (held_out,) = sets_of(exported)
-    samples = [s for s in synthetic_samples if s.split == "eval"]
-    assert held_out.name == HELD_OUT
-    assert held_out.prompts == [s.input_ids[: s.loss_spans[0][0]] for s in samples]
-    assert held_out.max_tokens == [16] * 4
-
-
-def test_a_set_is_named_after_its_file_and_limited(with_set):
-    config = with_set('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n', max_prompts=2)
-    assert [(s.name, len(s.prompts)) for s in sets_of(config)] == [(HELD_OUT, 2), ("my set", 2)]
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("{", r"my set\.jsonl, line 1: not_json"),
-        ("", "no prompt to serve"),
-        ('{"prompt": "' + "a b " * 90 + '"}', "longer than"),
-    ],
-)
-def test_a_set_that_cannot_be_served_is_refused(with_set, text, named):
-    with pytest.raises(UserError, match=named):
-        sets_of(with_set(text))
 
 
 @pytest.mark.parametrize("text", ["{", ""])
@@ -185,9 +154,6 @@ def test_a_set_that_cannot_be_served_is_refused_before_anything_is_written(with_
     with pytest.raises(UserError):
         evaluate(config)
     assert tree_of(RunFolder.of(config).root) == before
-
-
-# ---- what the report depends on --------------------------------------------------------------------------------------
 
 
 def test_a_changed_set_makes_another_report(with_set):
