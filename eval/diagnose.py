@@ -53,7 +53,8 @@ def diagnose_run(config: Config, draft: Path | None) -> bool:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no draft (no config.json).", "Run `draftsmith export`, or give another folder.")
     checkpoint = read_checkpoint(final_checkpoint(run, "eval diagnose"))
-    found = diagnose(config, target, checkpoint, folder, HiddenStateStore(run.hidden_states, "eval diagnose"))
+    sample = longest_sample(HiddenStateStore(run.hidden_states, "eval diagnose"))
+    found = diagnose(config, target, checkpoint, folder, sample)
     table = Table(title=f"{folder}: trainer and engine, part by part", title_justify="left")
     for column in ("part", "relative error", "bound", "agrees", ""):
         table.add_column(column, justify="left" if column in ("part", "") else "right")
@@ -66,9 +67,16 @@ def diagnose_run(config: Config, draft: Path | None) -> bool:
 
 
 def diagnose(
-    config: Config, target: Target, checkpoint: Checkpoint, folder: Path, store: HiddenStateStore
+    config: Config, target: Target, checkpoint: Checkpoint, folder: Path, sample: StoredSample
 ) -> dict[str, Any]:
     """Serve one captured sample with a draft folder, and compare it with the trained draft.
+
+    Args:
+        config: the run's config.
+        target: resolved target.
+        checkpoint: the draft as trained.
+        folder: the draft as served.
+        sample: its tokens are the prompt, and its states what the engine's are compared with.
 
     Returns:
         `diagnosis` of the report: `first_difference` (None: none) and `findings`, in the order of the computation.
@@ -79,7 +87,6 @@ def diagnose(
     model = DraftModel(checkpoint.shape, load_target_weights(target).embed_VH)
     model.load_state_dict(checkpoint.tensors)
     trained = Trained(model.eval(), checkpoint.target_ids, checkpoint.layer_ids)
-    sample = _longest(store)
     ids: list[int] = sample.input_ids_T.tolist()
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as scratch:
         seen = engine_parts(config, target, folder, ids, Path(scratch) / "parts.safetensors")
@@ -88,7 +95,8 @@ def diagnose(
     return {"first_difference": first, "findings": findings}
 
 
-def _longest(store: HiddenStateStore) -> StoredSample:
+def longest_sample(store: HiddenStateStore) -> StoredSample:
+    """The held-out sample of most tokens: far positions tell rotary embeddings apart."""
     numbers = store.numbers("eval") or store.numbers("train")
     return store[max(numbers, key=lambda n: int(store.index[n]["length"]))]
 

@@ -156,5 +156,5 @@ def _finish(figure: Any, axes: Axes, file: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=130)
     plt.close(figure)

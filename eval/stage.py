@@ -22,7 +22,7 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import iter_samples
 from draftsmith.core.sources import fingerprint
 from draftsmith.core.target import Target, resolve_target
-from draftsmith.eval.diagnose import diagnose
+from draftsmith.eval.diagnose import diagnose, longest_sample
 from draftsmith.eval.offline import HeldOut, Replay, objective_figures, release_memory, replay
 from draftsmith.eval.prompts import PromptSets, write_prompts
 from draftsmith.eval.replay_rows import replay_rows, source_rows
@@ -81,7 +81,7 @@ def evaluate(config: Config) -> None:
     if short := [r for r in report["agreement"] if r["falls_short"] and r["method"] == "exact"]:
         worst = min(short, key=lambda r: r["difference"])
         say(f"K = {worst['k']}: served {worst['served']:.3f}, replayed {worst['replayed']:.3f}: looking for the reason")
-        report["diagnosis"] = diagnose(config, target, checkpoint, run.export, store)
+        report["diagnosis"] = diagnose(config, target, checkpoint, run.export, longest_sample(store))
         say(f"first difference between trainer and engine: {report['diagnosis']['first_difference'] or 'none'}")
     report["settings"] = settings(config, run, exported, store) | {"servers": servers}
     report["versions"] = package_versions()
