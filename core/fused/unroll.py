@@ -41,6 +41,8 @@ class StepState:
     output: Tensor
     output_rstd: Tensor
     feature_rstd: Tensor  # of the step after
+    mixed_peak: Tensor | None  # of attention's output, for products that scale their operands
+    act_peak: Tensor | None  # of the SwiGLU's activation
 
 
 class FusedUnroll:
@@ -58,6 +60,9 @@ class FusedUnroll:
         shape = draft.shape
         self.w, self.batch, self.layout, self.shape = weights, batch, layout, shape
         self.products = weights.products
+        self.embed_peak, self.feature_peak, self.middle_peak = map(
+            self.products.normed, (weights.embed_norm, weights.hidden_norm, weights.post_norm)
+        )
         self.dtype, self.eps = weights.fc.dtype, shape.rms_norm_eps
         self.embedding_VH = draft.embedding_VH.detach()
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
@@ -71,6 +76,7 @@ class FusedUnroll:
         self.hidden = self._new(j, r, shape.hidden_size)
         self.normed = self._new(t + (j - 1) * r, shape.hidden_size)
         self.steps: list[StepState] = []
+        self.dqkv_peaks: list[Tensor] = []
 
     def _new(self, *size: int) -> Tensor:
         return torch.empty(*size, dtype=self.dtype, device=self.w.fc.device)
@@ -81,12 +87,12 @@ class FusedUnroll:
         self.embed_normed, self.embed_rstd = pointwise.rms(
             self.embedding_VH, w.embed_norm, self.eps, self.dtype, batch.input_ids_T
         )
-        embed_TC = self.products.forward(self.embed_normed, w.qkv_embed_CH)
+        embed_TC = self.products.forward(self.embed_normed, w.qkv_embed_CH, peak=self.embed_peak)
         self._fuse()
         _, self.first_rstd = pointwise.rms(self.first_feature, w.hidden_norm, self.eps, self.dtype, out=self._normed(1))
         residual = self._normed(1) if self.shape.norm_before_residual else self.first_feature
         for j in range(1, self.layout.steps + 1):
-            projected = self.products.forward(self._normed(j), w.qkv_hidden_CH)
+            projected = self.products.forward(self._normed(j), w.qkv_hidden_CH, peak=self.feature_peak)
             self.rotary.forward(j, projected, embed_TC, self.q[j - 1], *self.attention.keys_of(j))
             residual = self._after_projection(j, residual)
         return self.hidden
@@ -118,16 +124,20 @@ class FusedUnroll:
         """Attention, MLP and norms of step j; the next step's residual branch."""
         w, shape, products = self.w, self.shape, self.products
         self.attention.forward(j, self.q[j - 1], self.mixed[j - 1], self.lse[j - 1])
-        mixed = products.forward(self.mixed[j - 1].flatten(1), w.o)
+        mixed_RC = self.mixed[j - 1].flatten(1)
+        mixed_peak, act_peak = products.measured(mixed_RC), products.raised(mixed_RC)
+        mixed = products.forward(mixed_RC, w.o, peak=mixed_peak)
         rows = self.layout.rows_R if j == 1 else None
         middle, middle_normed, middle_rstd = pointwise.add_rms(residual, mixed, w.post_norm, self.eps, rows)
-        gate_up = products.forward(middle_normed, w.gate_up)
-        down = products.forward(pointwise.swiglu(gate_up), w.down)
+        gate_up = products.forward(middle_normed, w.gate_up, peak=self.middle_peak)
+        down = products.forward(pointwise.swiglu(gate_up, act_peak), w.down, peak=act_peak)
         following = self._normed(j + 1) if j < self.layout.steps else None
         output, rstd, feature_rstd = pointwise.add_rms_twice(
             middle, down, w.norm, w.hidden_norm, self.eps, shape.norm_output, self.hidden[j - 1], following
         )
-        self.steps.append(StepState(middle, middle_normed, middle_rstd, gate_up, output, rstd, feature_rstd))
+        self.steps.append(
+            StepState(middle, middle_normed, middle_rstd, gate_up, output, rstd, feature_rstd, mixed_peak, act_peak)
+        )
         if shape.norm_before_residual and following is not None:
             return following
         return self.hidden[j - 1] if shape.norm_output else output
@@ -171,17 +181,18 @@ class FusedUnroll:
         if dhidden_norm is not None:
             grads.add("hidden_norm", dhidden_norm)
         into_down = products.gradient(dout)
-        dgate_up, act = pointwise.swiglu_grad(products.into_input(into_down, w.down), s.gate_up)
-        grads.add_product("down", into_down, act)
-        into_gate_up = products.gradient(dgate_up)
-        grads.add_product("gate_up", into_gate_up, s.middle_normed)
+        peak = products.raised(dout)
+        dgate_up, act = pointwise.swiglu_grad(products.into_input(into_down, w.down), s.gate_up, peak)
+        grads.add_product("down", into_down, act, s.act_peak)
+        into_gate_up = products.gradient(dgate_up, peak=peak)
+        grads.add_product("gate_up", into_gate_up, s.middle_normed, self.middle_peak)
         dres, dpost = pointwise.rms_grad(
             products.into_input(into_gate_up, w.gate_up), s.middle, s.middle_rstd, w.post_norm, residual=dout
         )
         assert dres is not None
         grads.add("post_norm", dpost)
         into_o = products.gradient(dres)
-        grads.add_product("o", into_o, self.mixed[j - 1].flatten(1))
+        grads.add_product("o", into_o, self.mixed[j - 1].flatten(1), s.mixed_peak)
         products.into_input(into_o, w.o, out=self.dmixed[j - 1].flatten(1))
         dq = self.attention.grad_q(
             j, self.q[j - 1], self.mixed[j - 1], self.dmixed[j - 1], self.lse[j - 1], self.delta[j - 1]
@@ -190,16 +201,21 @@ class FusedUnroll:
 
     def _into_feature(self, dqkv_RC: Tensor) -> Tensor:
         """Gradient of a step's normed feature."""
-        into_qkv = self.products.gradient(dqkv_RC, into_weight=False)
+        peak = self.products.measured(dqkv_RC)
+        self.dqkv_peaks += [] if peak is None else [peak]
+        into_qkv = self.products.gradient(dqkv_RC, into_weight=False, peak=peak)
         return self.products.into_input(into_qkv, self.w.qkv_hidden_CH)
 
     def _first_layer(self, dqkv: Tensor, dres: Tensor) -> None:
         """Below step 1's projections: q/k/v of all steps at once, the norms, fc."""
         w, grads, products = self.w, self.grads, self.products
-        grads.add_product("qkv_hidden_CH", products.gradient(dqkv, into_input=False), self.normed)
+        dnormed = self._into_feature(dqkv[self._rows_of(1)])
+        peak = torch.stack(self.dqkv_peaks).max() if self.dqkv_peaks else None
+        into_qkv = products.gradient(dqkv, into_input=False, peak=peak)
+        grads.add_product("qkv_hidden_CH", into_qkv, self.normed, self.feature_peak)
         dembed = self.rotary.embed_grad(dqkv)
         into_embed = products.gradient(dembed)
-        grads.add_product("qkv_embed_CH", into_embed, self.embed_normed)
+        grads.add_product("qkv_embed_CH", into_embed, self.embed_normed, self.embed_peak)
         ids_T, own = self.batch.input_ids_T, self.shape.own_embedding
         drows, dembed_norm = pointwise.rms_grad(
             products.into_input(into_embed, w.qkv_embed_CH), self.embedding_VH, self.embed_rstd, w.embed_norm,
@@ -209,12 +225,12 @@ class FusedUnroll:
         if drows is not None:
             grads.embedding = embedding_grad(drows.float(), ids_T, len(self.embedding_VH))
         dfeature, dhidden_norm = pointwise.rms_grad(
-            self._into_feature(dqkv[self._rows_of(1)]), self.first_feature, self.first_rstd, w.hidden_norm,
+            dnormed, self.first_feature, self.first_rstd, w.hidden_norm,
             residual=dres, residual_index=self.layout.row_of_T, residual_normed=self.shape.norm_before_residual,
         )  # fmt: skip
         assert dfeature is not None
         grads.add("hidden_norm", dhidden_norm)
-        grads.add_product("fc", dfeature, self.aux, _PLAIN)
+        grads.of["fc"] = _PLAIN.into_weight(None, dfeature, self.aux)
         if self.aux_rstd:
             daux = _PLAIN.into_input(dfeature, w.fc).chunk(len(self.aux_rstd), dim=1)
             self.grads.aux_norms = [

@@ -82,9 +82,9 @@ class Gradients:
         """Add a gradient."""
         self.of[name] = self.of[name] + grad if name in self.of else grad
 
-    def add_product(self, name: str, dy: Any, x: Tensor, products: Products | None = None) -> None:
-        """Add dy.T @ x, `dy` as the products made it."""
-        self.of[name] = (products or self.products).into_weight(self.of.get(name), dy, x)
+    def add_product(self, name: str, dy: Any, x: Tensor, peak: Tensor | None = None) -> None:
+        """Add dy.T @ x, `dy` as the products made it, `peak` of x."""
+        self.of[name] = self.products.into_weight(self.of.get(name), dy, x, peak)
 
     def by_name(self, draft: DraftModel, head: Tensor | None) -> dict[str, Tensor | None]:
         """The gradients under the parameters' names."""

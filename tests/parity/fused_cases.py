@@ -181,7 +181,7 @@ def test_float8_products_are_those_of_the_cast_operands():
     def held(cast, size):
         return (cast.plain if cast.plain is not None else cast.turned[:, : size[0]].T).double() * cast.scale.double()
 
-    w8, dy8 = held(weight, w.shape), held(grad[0], dy.shape)
+    w8, dy8 = held(weight, w.shape), held(grad, dy.shape)
     x8 = held(scaled(x, torch.float8_e4m3fn, plain=True, turned=False), x.shape)
     made = {
         "forward": (products.forward(x, weight), x8 @ w8.T, x @ w.T),

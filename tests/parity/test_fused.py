@@ -158,6 +158,9 @@ def test_float8_products_on_a_gpu(make_objective, make_batch):
 
     cuda = torch.device("cuda")
     objective = make_objective(head_dim=64, draft_vocab_size=32).to(cuda)
+    with torch.no_grad():  # smaller weights than that fixture's magnify roundings less
+        for p in objective.draft.parameters():
+            p.mul_(0.4 if p.dim() > 1 else 1.0)
     batch = make_batch([[0] * 30 + [1] * 300, [0] * 5 + [1] * 600])
     layout, batch = lay_out(batch, 5, 900, None).to(cuda), batch.to(cuda)
 
