@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.core.draft import DraftModel
+from draftsmith.core.draft_folder import mapping_problem, tensor_shapes
 from draftsmith.core.draft_shape import DraftShape
 
 
 def required_tensors(shape: DraftShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a complete export."""
-    with torch.device("meta"):
-        draft = DraftModel(shape, torch.empty(shape.vocab_size, shape.hidden_size))
-    tensors = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    tensors = tensor_shapes(shape)
     if shape.draft_vocab_size != shape.vocab_size:
         tensors |= {"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}
     return tensors
@@ -40,7 +38,8 @@ def find_problems(shape: DraftShape, tensors: dict[str, Tensor], config: dict[st
         elif tensors[name].is_floating_point() and not torch.isfinite(tensors[name]).all():
             problems.append(f"{name} has values that are not finite")
     if "d2t" in wanted and {"d2t", "t2d"} <= tensors.keys():
-        problems += _mapping_problems(tensors["d2t"], tensors["t2d"])
+        problem = mapping_problem(tensors["d2t"], tensors["t2d"])
+        problems += [problem] if problem else []
     problems += [f"config.json lacks {key}" for key in required_config(shape).keys() - config.keys()]
     problems += [
         f"config.json says {key}: {config[key]}, the draft has {value}"
@@ -73,14 +72,3 @@ def required_config(shape: DraftShape) -> dict[str, Any]:
         "rope_parameters": shape.rope,
         "rope_theta": shape.rope["rope_theta"],
     }
-
-
-def _mapping_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
-    ids = d2t + torch.arange(len(d2t))
-    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
-        return [f"d2t is {d2t.dtype} and t2d is {t2d.dtype}, not int64 and bool"]
-    if int(ids.min()) < 0 or int(ids.max()) >= len(t2d):
-        return ["d2t points outside the target's vocabulary (absolute ids instead of offsets?)"]
-    if len(set(ids.tolist())) != len(ids):
-        return ["d2t maps two draft ids to one target id"]
-    return [] if torch.equal(ids.sort().values, t2d.nonzero().squeeze(1)) else ["d2t and t2d name different tokens"]

@@ -1,7 +1,7 @@
 """What the tests share: a tiny random target, configs on it, and a run folder made by the real writers without vLLM.
 
 Test modules cannot import one another (`--import-mode=importlib`), so helpers are fixtures that return functions;
-`families.py` alone can be imported, since tests are parametrised by its names.
+`families.py` and `drafts.py` alone can be imported, since tests are parametrised by their names.
 """
 
 import importlib.util
