@@ -64,11 +64,21 @@ def read_draft_folder(
     Raises:
         UserError: a file is missing or damaged, the draft is of a kind that is not modelled, or it is incomplete.
     """
-    config, layout = _read_config(folder)
-    tensors = _named_as_ours(load_tensors(folder), folder)
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder}: no draft (no {CONFIG}).", "Run `draftsmith export` first, or give its folder.")
+    return read_draft(load_tensors(folder), folder / CONFIG, target, convention)
+
+
+def read_draft(
+    tensors: dict[str, Tensor], config_file: Path, target: Target | None, convention: LayerIdConvention | None
+) -> DraftFolder:
+    """A draft of tensors and a config.json that need not lie together; see `read_draft_folder`."""
+    folder = config_file.parent
+    config, layout = _read_config(config_file)
+    tensors = _named_as_ours(tensors, folder)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    shape = read_shape(config, tensors, str(folder / CONFIG))
-    layer_ids = read_layer_ids(config, shape.num_aux, target, convention, str(folder / CONFIG))
+    shape = read_shape(config, tensors, str(config_file))
+    layer_ids = read_layer_ids(config, shape.num_aux, target, convention, str(config_file))
     if target is not None:
         _check_target(shape, layer_ids, target, folder)
     tensors = _with_lm_head(tensors, shape, target, folder)
@@ -96,10 +106,7 @@ def mapping_problem(d2t: Tensor, t2d: Tensor) -> str | None:
     return None if torch.equal(ids.sort().values, t2d.nonzero().squeeze(1)) else "d2t and t2d name different tokens"
 
 
-def _read_config(folder: Path) -> tuple[dict[str, Any], Literal["hf", "speculators"]]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise UserError(f"{folder}: no draft (no {CONFIG}).", "Run `draftsmith export` first, or give its folder.")
+def _read_config(path: Path) -> tuple[dict[str, Any], Literal["hf", "speculators"]]:
     with reading(path, "Export or fetch the draft again."):
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict):

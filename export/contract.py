@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftsmith.core.draft_folder import mapping_problem, tensor_shapes
 from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.speculators_format import is_speculators, to_plain
 
 
 def required_tensors(shape: DraftShape) -> dict[str, tuple[int, ...]]:
@@ -21,14 +22,19 @@ def required_tensors(shape: DraftShape) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def find_problems(shape: DraftShape, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:
+def find_problems(
+    shape: DraftShape, tensors: dict[str, Tensor], config: dict[str, Any], layer_ids: list[int] | None = None
+) -> list[str]:
     """Everything that keeps a draft from being complete and consistent; empty: it is.
 
     Args:
         shape: what was trained.
         tensors: the exported tensors by name.
-        config: the exported config.json.
+        config: the exported config.json, in either layout.
+        layer_ids: vLLM's ids of the layers that it was trained on; None: whatever they are.
     """
+    if is_speculators(config):
+        config = to_plain(config, "config.json")
     wanted = required_tensors(shape)
     problems = [f"missing tensor {name}" for name in wanted.keys() - tensors.keys()]
     problems += [f"unexpected tensor {name}" for name in tensors.keys() - wanted.keys()]
@@ -46,7 +52,20 @@ def find_problems(shape: DraftShape, tensors: dict[str, Tensor], config: dict[st
         for key, value in required_config(shape).items()
         if key in config and config[key] != value
     ]
+    if layer_ids is not None:
+        problems += _layer_problems(config, layer_ids)
     return sorted(problems)
+
+
+def _layer_problems(config: dict[str, Any], layer_ids: list[int]) -> list[str]:
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if config.get("layer_id_convention") == "sglang":
+        # At the top level vLLM would read them, and take other layers.
+        right = nested == [i - 1 for i in layer_ids] and "eagle_aux_hidden_state_layer_ids" not in config
+    else:
+        right = nested is None and config.get("eagle_aux_hidden_state_layer_ids") == layer_ids
+    said = config.get("eagle_aux_hidden_state_layer_ids", nested)
+    return [] if right else [f"config.json names layers {said}, the draft was trained on {layer_ids}"]
 
 
 def required_config(shape: DraftShape) -> dict[str, Any]:

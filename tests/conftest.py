@@ -51,6 +51,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "save_interval": 4,
     },
     "eval": {"k": [1, 3], "bootstrap": 50},
+    "export": {"verify": "offline"},  # the engine's part is tests/pipeline's
 }
 
 
