@@ -16,7 +16,9 @@ import typer
 from safetensors import SafetensorError
 
 from draftsmith.core.atomic import remove, write_text
-from draftsmith.core.cli_eval import STAGE, eval_app
+from draftsmith.core.cli_eval import eval_app
+from draftsmith.core.cli_export import export_app
+from draftsmith.core.cli_group import STAGE
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
 from draftsmith.core.errors import StageFailed, UserError
@@ -31,6 +33,7 @@ app = typer.Typer(
 data_app = typer.Typer(help="Look at the samples of a run.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
+app.add_typer(export_app, name="export")
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output and make it again.")]
@@ -70,13 +73,6 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = Fal
     with _run(config, overrides, fresh, lambda run: [run.eval]) as loaded:
         _export(loaded)
         run_evaluate(loaded)
-
-
-@app.command()
-def export(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Stage 5: the draft as vLLM loads it, verified."""
-    with _run(config, overrides, fresh, lambda run: [run.export]) as loaded:
-        _export(loaded)
 
 
 @data_app.command("show")

@@ -1,24 +1,14 @@
 """`draftsmith eval`, a stage that is a group too: `eval compare`, `eval diagnose`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-STAGE = "stage"
+from draftsmith.core.cli_group import StageGroup
+
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", "-s", help="section.key=value, over the config file.")]
-
-
-class StageGroup(TyperGroup):
-    """A group whose first word may be left out: `eval --config FILE` is `eval stage --config FILE`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the stage's name first where no other command is named."""
-        if not args or (args[0] not in self.commands and args[0] != "--help"):
-            args = [STAGE, *args]
-        return super().parse_args(ctx, args)
 
 
 eval_app = typer.Typer(

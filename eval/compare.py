@@ -104,7 +104,7 @@ def compare(config: Config, folders: Sequence[Path], served: bool, out: Path | N
 def _read(folders: Sequence[Path], target: Target) -> list[Contender]:
     found: list[Contender] = []
     for folder in folders:
-        draft = read_draft_folder(folder)
+        draft = read_draft_folder(folder, target)
         shape = draft.shape
         if (shape.hidden_size, shape.vocab_size) != (target.hidden_size, target.vocab_size):
             raise UserError(

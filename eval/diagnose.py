@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from draftsmith.core.checkpoint import Checkpoint, final_checkpoint, read_checkpoint
+from draftsmith.core.checkpoint import Checkpoint, chosen_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.draft import DraftModel, rotate
 from draftsmith.core.engine import require_vllm
@@ -52,7 +52,7 @@ def diagnose_run(config: Config, draft: Path | None) -> bool:
     folder = draft or run.export
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no draft (no config.json).", "Run `draftsmith export`, or give another folder.")
-    checkpoint = read_checkpoint(final_checkpoint(run, "eval diagnose"))
+    checkpoint = read_checkpoint(chosen_checkpoint(run, config.export.checkpoint, "eval diagnose"))
     sample = longest_sample(HiddenStateStore(run.hidden_states, "eval diagnose"))
     found = diagnose(config, target, checkpoint, folder, sample)
     table = Table(title=f"{folder}: trainer and engine, part by part", title_justify="left")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from draftsmith.core.atomic import sha256_file
-from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
+from draftsmith.core.checkpoint import chosen_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.engine import engine_dtype, require_vllm
@@ -43,10 +43,10 @@ def evaluate(config: Config) -> None:
     """
     run = RunFolder.of(config)
     exported = require_manifest(run.export, "export", "eval")
-    checkpoint = read_checkpoint(final_checkpoint(run, "eval"))
+    checkpoint = read_checkpoint(chosen_checkpoint(run, config.export.checkpoint, "eval"))
     if checkpoint.folder.name != exported["checkpoint"]:
         raise UserError(
-            f"{run.export} holds {exported['checkpoint']}, and training ended at {checkpoint.folder.name}.",
+            f"{run.export} holds {exported['checkpoint']}, and export.checkpoint is {checkpoint.folder.name} by now.",
             "Export again with --fresh.",
         )
     inputs = eval_inputs(config, run)
@@ -66,7 +66,7 @@ def evaluate(config: Config) -> None:
     replayed: Replay | None = None
     if len(batches):
         norm_form = store.manifest["last_state"]["norm_form"]
-        replayed = replay(config, target, read_draft_folder(run.export), norm_form, batches)
+        replayed = replay(config, target, read_draft_folder(run.export, target), norm_form, batches)
         sources = {s.sample_id: s.source for s in iter_samples(run.samples, "eval")}
         report["replay"] = replay_rows(config, replayed)
         report["replay_by_source"] = source_rows(config, replayed, sources)

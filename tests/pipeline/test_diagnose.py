@@ -15,7 +15,8 @@ from draftsmith.core.target import resolve_target
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.vocab import build_mapping
 from draftsmith.eval.diagnose import diagnose
-from draftsmith.export.hf import export_config, export_tensors, write_export
+from draftsmith.export.draft import from_checkpoint
+from draftsmith.export.layout import draft_tensors, plain_config, write_draft
 from draftsmith.hidden_state_capture.reader import StoredSample
 
 pytestmark = pytest.mark.vllm
@@ -54,7 +55,8 @@ def made(tmp_path_factory):
     sample = StoredSample("s/0", ids.int(), torch.zeros(TOKENS, dtype=torch.uint8), aux, aux[:0, 0], none)
     export = folder / "export"
     export.mkdir()
-    write_export(export, export_tensors(checkpoint), export_config(draft_shape, LAYER_IDS, target))
+    exported = from_checkpoint(checkpoint)
+    write_draft(export, draft_tensors(exported), plain_config(exported, target))
     return {"config": config, "target": target, "checkpoint": checkpoint, "sample": sample, "export": export}
 
 
