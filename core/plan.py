@@ -139,8 +139,8 @@ def _disk(config: Config, amount: Amount, shape: DraftShape) -> dict[str, Any]:
     run = RunFolder.of(config)
     sizes = {storage: store_bytes(amount, shape, storage) for storage in ("bf16", "fp8")}
     states = sizes[config.capture.storage]
-    if str(config.capture.mode) == "spool":
-        states = round(states * (1 - amount.train_share)) + int(config.capture.spool_bytes or 0)
+    if config.capture.mode == "spool":
+        states = round(states * (1 - amount.train_share)) + (config.capture.spool_bytes or 0)
     # float32 weights and two moments; while a checkpoint is written, the ones that are kept are still there.
     checkpoints = 12 * sum(draft_parameters(shape).values()) * (config.train.keep_checkpoints + 1)
     there = sum(f.stat().st_size for f in run.root.rglob("*.safetensors")) if run.root.is_dir() else 0
@@ -161,7 +161,7 @@ def _hours(config: Config, amount: Amount, target: Target, shape: DraftShape, ra
         train = rates.gpus * H200_TRAINING_FLOPS / training_flops(shape, _workload(config, amount))
     once, epochs = amount.tokens, config.train.epochs
     trained = amount.tokens * amount.train_share * epochs
-    if str(config.capture.mode) == "spool":  # the held-out samples once, the others in every epoch
+    if config.capture.mode == "spool":  # the held-out samples once, the others in every epoch
         once = round(amount.tokens * (1 - amount.train_share) + trained)
     return {
         "capture": once / capture / 3600, "capture_tokens": once, "capture_rate": capture,
@@ -221,7 +221,7 @@ def _disk_problem(config: Config, disk: dict[str, Any]) -> tuple[str, str] | Non
     what = (
         f"{disk['needed'] / GB:,.1f} GB more are needed in {disk['folder']}, and {disk['free'] / GB:,.1f} GB are free."
     )
-    if str(config.capture.mode) == "spool":
+    if config.capture.mode == "spool":
         return what, f"Lower capture.spool_bytes by {short / GB:,.1f} GB, or put run.dir on a larger disk."
     saved = disk["states"]["bf16"] - disk["states"]["fp8"]
     if config.capture.storage == "bf16" and saved >= short:
