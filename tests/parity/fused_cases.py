@@ -10,7 +10,9 @@ import shutil
 import pytest
 import torch
 
+from draftsmith.core.chains import judge_chains
 from draftsmith.core.fused import pointwise
+from draftsmith.core.fused.chains import fused_chains
 from draftsmith.core.fused.fp8 import Fp8Products, cast_into, scaled
 from draftsmith.core.fused.layout import lay_out
 from draftsmith.core.fused.objective import fused_loss, fused_matches
@@ -151,6 +153,17 @@ def test_rows_past_two_to_the_31_elements_are_where_they_belong():
     )
     assert torch.equal(dw[:columns], total(dy, x)) and torch.equal(dw_next[:columns], total(dn, x))
     assert close(dx, dy, dn, dres)
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "probabilistic"])
+def test_chains_are_judged_alike(make_objective, make_batch, drafting):
+    objective, batch = make_objective(LossOptions("soft_ce_full"), head_dim=16, norm_output=True), make_batch(MASKS)
+    found = fused_chains(objective, batch, lay_out(batch, STEPS, 2), torch.float32, [0.7, 1.0], drafting)
+    wanted = judge_chains(objective, batch, STEPS, [0.7, 1.0], drafting)
+    assert found.leading_T.tolist() == wanted.leading_T.tolist()
+    torch.testing.assert_close(found.accept_NTJ, wanted.accept_NTJ)
+    empty = make_batch([[0, 0, 0]])
+    assert not fused_chains(objective, empty, lay_out(empty, STEPS, 2), torch.float32).leading_T.any()
 
 
 def test_the_training_loop_runs_on_it(synthetic_run, changed, monkeypatch):
