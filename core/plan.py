@@ -158,9 +158,8 @@ def _hours(config: Config, amount: Amount, target: Target, shape: DraftShape, ra
         active = target_parameters(target.hf_config)[1] / config.target.tensor_parallel
         capture = int(config.capture.data_parallel) / (H200_CAPTURE_FIXED + H200_CAPTURE_PER_PARAMETER * active)
     if train is None:
-        train = rates.gpus * H200_TRAINING_FLOPS / training_flops(shape, _workload(config, amount))
-    products = "with bf16 products " if config.train.matmul == "fp8" else ""
-    train_from = f"measured {products}on an H200 (benchmarks/training), scaled by the work"
+        train = rates.gpus * H200_TRAINING_FLOPS[config.train.matmul] / training_flops(shape, _workload(config, amount))
+    train_from = "measured on H200s (benchmarks/training), scaled by the work"
     once, epochs = amount.tokens, config.train.epochs
     trained = amount.tokens * amount.train_share * epochs
     if config.capture.mode == "spool":  # the held-out samples once, the others in every epoch
@@ -182,6 +181,7 @@ def _workload(config: Config, amount: Amount) -> Workload:
         steps=train.ttt_steps,
         full_vocabulary=train.loss not in ("soft_ce",),
         logits_bytes=train.logits_bytes,
+        matmul=train.matmul,
     )
 
 
