@@ -4,14 +4,13 @@ Beside `core/cli.py` the one module of `core` that knows a stage, which it impor
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from draftsmith.core.cli_group import STAGE, StageGroup
 from draftsmith.core.config import ExportConfig, TargetConfig
 from draftsmith.core.errors import UserError
-
 
 export_app = typer.Typer(cls=StageGroup, help="Stage 5: the draft as a server loads it, proven.")
 Format = Annotated[str, typer.Option("--format", help="hf or speculators.")]
