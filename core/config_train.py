@@ -73,7 +73,9 @@ class TrainConfig(Section):
         "uniform", description="uniform: within +- hidden_noise; gaussian: of that standard deviation."
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Matrix products; weights stay float32. auto: bfloat16 on a GPU or a CPU that has it."
+        "auto",
+        description="Matrix products; weights stay float32. auto: bfloat16 on a GPU (sm_80 and newer) or a "
+        "CPU that has it.",
     )
     kernels: Literal["auto", "fused", "eager"] = Field(
         "auto",

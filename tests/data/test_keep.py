@@ -216,6 +216,17 @@ def test_a_reply_that_was_cut_has_no_end_token_and_is_not_hidden_in_a_merged_row
     assert supervised(tokenizer_of("chatml"), found[0]) == ["cut of"]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reply_that_was_cut_inside_a_call_or_its_reasoning_is_refused(kept, tokenizer_of, name):
+    """The template closes the call, or the reasoning; the target had not come to that."""
+    assert reasons(kept(name, [user("Weather?"), CALL], finish=("length",))) == ["cut_before_its_end"]
+    if name in THINKS:
+        thought = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+        assert reasons(kept(name, [user("?"), thought], finish=("length",))) == ["cut_before_its_end"]
+    (row,) = kept(name, [user("?"), think(name, "cut of")], finish=("length",))
+    assert supervised(tokenizer_of(name), row)[0].endswith("cut of")
+
+
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}BEFORE{{ '<|im_start|>assistant\\n' }}OPEN{{ m.content }}"
     "INSIDE{{ '<|im_end|>' }}END{{ '\\n' }}AFTER{% else %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}"
