@@ -7,26 +7,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from draftsmith.core.cli_group import STAGE, StageGroup
 from draftsmith.core.config import ExportConfig, TargetConfig
 from draftsmith.core.errors import UserError
 
-
-class _RunByDefault(TyperGroup):
-    """Without the name of a command, `export` is the stage."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named = bool(args) and args[0] in self.commands
-        return super().parse_args(ctx, args if named else ["run", *args])
-
-
-export_app = typer.Typer(cls=_RunByDefault, help="Stage 5: the draft as a server loads it, proven.")
+export_app = typer.Typer(cls=StageGroup, help="Stage 5: the draft as a server loads it, proven.")
 Format = Annotated[str, typer.Option("--format", help="hf or speculators.")]
 Convention = Annotated[str, typer.Option("--layer-id-convention", help="vllm or sglang (its ids are one lower).")]
 
 
-@export_app.command("run")
+@export_app.command(STAGE, hidden=True)
 def run(
     config: Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")] = None,

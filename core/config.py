@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from draftsmith.core.config_eval import EvalConfig
 from draftsmith.core.config_train import DraftConfig, TrainConfig
 from draftsmith.core.section import PositiveInt, Section, Share
 
@@ -77,8 +78,8 @@ class TargetConfig(Section):
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "bfloat16",
-        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU that only emulates bfloat16 "
-        "(15 times slower).",
+        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU or a GPU (before sm_80) that "
+        "only emulates bfloat16 (15 times slower on a CPU).",
     )
     chat_template: str | None = Field(None, description="Path of a Jinja chat template; null: the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -200,9 +201,9 @@ class DataConfig(Section):
     )
     history: Literal["own", "source"] = Field(
         "own",
-        description="What stands before a regenerated reply. own: the target's earlier replies; a conversation ends "
-        "where a tool would have to answer them. source: the source's messages as they are, a reply wherever it has "
-        "one, tool turns included.",
+        description="What stands before a regenerated reply. own: the target's earlier replies, and nothing of the "
+        "source's; a conversation ends where a tool would have to answer. source: the source's messages as they are, "
+        "a reply wherever it has one, tool turns included.",
     )
     server: ServerConfig | None = Field(None, description="Regenerate on a running server; null: an own engine.")
     sampling: SamplingConfig = SamplingConfig()
@@ -256,9 +257,30 @@ class CaptureConfig(Section):
         "auto",
         description="Auxiliary layers by vLLM's ids (k: the residual stream after k layers). auto: 2, n//2, n-3.",
     )
-    storage: Literal["bf16"] = Field("bf16", description="Number format of the states on disk.")
-    mode: Literal["store"] = Field("store", description="store: all states are written before training starts.")
-    spool_bytes: None = Field(None, description="Only null for now: the spool is not built yet.")
+    storage: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="Number format of the states on disk. fp8: e4m3 with a scale for every token and layer, half the "
+        "bytes.",
+    )
+    mode: Literal["store", "spool"] = Field(
+        "store",
+        description="store: all states are written before training starts; spool: only the held-out samples' are, the "
+        "others pass through a bounded folder while training runs, in every epoch anew.",
+    )
+    spool_bytes: PositiveInt | None = Field(
+        None, description="Bytes that spool mode's folder may hold at any time; at least two shards."
+    )
+    spool_capture: Literal["train", "own"] = Field(
+        "train",
+        description="In spool mode. train: `draftsmith train` starts and ends the capture; own: it waits for a "
+        "`draftsmith capture` of yours, in another terminal or on another host with the same run folder.",
+    )
+    spool_gpus: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        min_length=1,
+        description="GPUs that capture has in spool mode, by their place among the visible ones; training has the "
+        "others. null: both share all.",
+    )
     data_parallel: Literal[1] = Field(1, description="Engines side by side; only 1 for now.")
     shard_bytes: int = Field(1024**3, ge=1024, description="Shards are closed when they reach this size.")
     pending_bytes: int = Field(
@@ -273,19 +295,11 @@ class CaptureConfig(Section):
     )
     probe: ProbeConfig = ProbeConfig()
 
-
-class EvalConfig(Section):
-    """Replay on held-out samples, and serving with the exported draft."""
-
-    k: list[PositiveInt] = Field(default_factory=lambda: [3], min_length=1, description="Draft lengths.")
-    temperature: list[Annotated[float, Field(ge=0.0)]] = Field(default_factory=lambda: [0.0], min_length=1)
-    concurrency: list[PositiveInt] = Field(default_factory=lambda: [1], min_length=1, description="Requests in flight.")
-    sets: list[str] = Field(
-        default_factory=list,
-        description="Sources of prompts, as in `data.sources`; the held-out samples are always a set.",
-    )
-    max_prompts: PositiveInt | None = Field(None, description="Prompts served per set; null: all.")
-    bootstrap: PositiveInt = Field(1000, description="Bootstrap draws of the confidence intervals.")
+    @model_validator(mode="after")
+    def _spool_is_bounded(self) -> Self:
+        if self.mode == "spool" and self.spool_bytes is None:
+            raise ValueError("capture.mode is spool; set capture.spool_bytes to the bytes that its folder may hold")
+        return self
 
 
 class ExportConfig(Section):

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
+from draftsmith.hidden_state_capture.spool_writer import SpoolWriter
 from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter
 
 
@@ -51,7 +52,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._writer_args = (Path(extra["folder"]), int(extra["shard_bytes"]), int(extra["pending_bytes"]))
+        bounds = int(extra["shard_bytes"]), int(extra["pending_bytes"])
+        self._writer_args = (Path(extra["folder"]), *bounds, str(extra["storage"]))
+        self._writer_kind = SpoolWriter if extra.get("spool") else ShardWriter
         self._num_states = int(extra["num_states"])
         self._group = _states_group(kv_cache_config)
         self._finished: dict[str, Finished] = {}
@@ -118,7 +121,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"unknown layout of the hidden-states cache: {tuple(self._cache.shape)}")
         self._block_axis = fits[-1]
         if get_tensor_model_parallel_rank() == 0:
-            self.writer = ShardWriter(*self._writer_args)
+            self.writer = self._writer_kind(*self._writer_args)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -163,6 +166,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 states_TLH=states,
                 ready=event.synchronize if event else _already,
                 save_to=request.params.get("save_to"),
+                slot=request.params.get("slot"),
             )
         )
 

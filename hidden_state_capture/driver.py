@@ -3,18 +3,21 @@
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.core.atomic import write_json
 from draftsmith.core.config import Config
-from draftsmith.core.engine import generate, vllm_engine
+from draftsmith.core.engine import answer, generate, vllm_engine
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import meter
-from draftsmith.core.samples import Sample
+from draftsmith.core.run import RunFolder
+from draftsmith.core.samples import Sample, TrainSamples
+from draftsmith.core.store import PROBE
 from draftsmith.core.target import Target
 from draftsmith.hidden_state_capture.probe import Probe, choose_probe, judge_probe
 
-PROBE = "probe.json"
+if TYPE_CHECKING:
+    from draftsmith.hidden_state_capture.spool import ShardQueue
 
 
 def capture_samples(
@@ -45,7 +48,36 @@ def capture_samples(
     return rejected
 
 
-def _engine_args(config: Config, target: Target, layer_ids: list[int], folder: Path) -> dict[str, Any]:
+def capture_spool(
+    config: Config, target: Target, layer_ids: list[int], samples: TrainSamples, queue: "ShardQueue"
+) -> None:
+    """Capture what the queue gives into the spool, for as long as it gives anything.
+
+    Raises:
+        StageFailed: as `capture_samples`, or the training has ended.
+    """
+    folder, some = RunFolder.of(config).spool, range(min(len(samples), config.capture.probe.samples))
+    with vllm_engine(config.target, target, **_engine_args(config, target, layer_ids, folder, spool=True)) as llm:
+        chosen = choose_probe(config.capture.probe, [samples[n] for n in some])
+        _probe(config, target, layer_ids, llm, chosen, folder)
+
+        def take() -> tuple[int, list[int], Any] | None:
+            if (asked := queue.take()) is None:
+                return None
+            sample = samples[asked[0]]
+            return asked[0], sample.input_ids, _params(sample, slot=asked[1])
+
+        # Twice what the engine works on: it never waits for the next request, and shards end nearly in order.
+        while queue.wait():
+            for _ in answer(llm, take, 2 * config.capture.max_num_seqs):
+                pass
+            _settle(llm, len(chosen) + queue.taken)
+        llm.collective_rpc("draftsmith_flush")
+
+
+def _engine_args(
+    config: Config, target: Target, layer_ids: list[int], folder: Path, spool: bool = False
+) -> dict[str, Any]:
     ids = [*layer_ids, target.num_layers]
     return {
         "max_model_len": config.data.max_length + 2,  # the engine always makes a token, and speculates one more
@@ -67,7 +99,9 @@ def _engine_args(config: Config, target: Target, layer_ids: list[int], folder: P
                 "folder": str(folder.resolve()),
                 "shard_bytes": config.capture.shard_bytes,
                 "pending_bytes": config.capture.pending_bytes,
+                "storage": config.capture.storage,
                 "num_states": len(ids),
+                "spool": spool,
             },
         },
     }
@@ -97,13 +131,14 @@ def _prefill(llm: Any, samples: list[Sample], written_before: int) -> None:
         _settle(llm, written_before + len(samples))
 
 
-def _params(sample: Sample, save_to: str | None = None, prompt_logprobs: int | None = None) -> Any:
+def _params(sample: Sample, save_to: str | None = None, prompt_logprobs: int | None = None, slot: Any = None) -> Any:
     from vllm import SamplingParams
 
     transfer = {
         "sample_id": sample.sample_id,
         "loss_spans": [list(s) for s in sample.loss_spans],
         "save_to": save_to,
+        "slot": slot,
     }
     return SamplingParams(
         temperature=0.0,

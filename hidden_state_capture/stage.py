@@ -1,6 +1,7 @@
 """`capture`: samples -> hidden states of the target, in `hidden_states/`."""
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,11 @@ from draftsmith.core.manifest import (
 )
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
-from draftsmith.core.samples import Sample, read_samples
-from draftsmith.core.store import INDEX, INDEX_SCHEMA
+from draftsmith.core.samples import Sample, iter_samples, read_samples
+from draftsmith.core.store import INDEX, INDEX_SCHEMA, INPUTS, PROBE
 from draftsmith.core.target import Target, resolve_layer_ids, resolve_target
-from draftsmith.hidden_state_capture.driver import PROBE, capture_samples
+from draftsmith.hidden_state_capture.driver import capture_samples
 from draftsmith.hidden_state_capture.writer import committed_shards
-
-# What a capture in progress leaves for its continuation; the manifest takes their place.
-INPUTS = "inputs.json"
 
 
 def capture(config: Config) -> None:
@@ -52,7 +50,7 @@ def capture(config: Config) -> None:
     run.open(config)
     folder.mkdir(exist_ok=True)
     _continue_only_alike(folder, inputs)
-    samples = read_samples(run.samples)
+    samples = samples_to_store(config)
     done = {row["sample_id"] for shard in committed_shards(folder) for row in shard["rows"]}
     missing = [s for s in samples if s.sample_id not in done]
     if done:
@@ -70,7 +68,17 @@ def capture_inputs(config: Config, target: Target, layer_ids: list[int], run: Ru
         "target": target.fingerprint(config.target),
         "layer_ids": layer_ids,
         "storage": config.capture.storage,
+        **({"mode": "spool"} if config.capture.mode == "spool" else {}),
     }
+
+
+def samples_to_store(config: Config) -> list[Sample]:
+    """All samples; in spool mode those that are needed once training is done."""
+    folder = RunFolder.of(config).samples
+    if config.capture.mode == "store":
+        return read_samples(folder)
+    # Where none are held out, the export is proven on some of the others.
+    return read_samples(folder, "eval") or list(islice(iter_samples(folder), config.capture.probe.samples))
 
 
 def _continue_only_alike(folder: Path, inputs: dict[str, Any]) -> None:
@@ -125,6 +133,7 @@ def _finish(
             "eps": probe["eps"],
         },
         "storage": config.capture.storage,
+        "mode": config.capture.mode,
         "shards": [s["shard"] for s in sidecars],
         "rejected": rejected,
         "probe": probe,

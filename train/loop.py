@@ -16,8 +16,9 @@ from draftsmith.core.errors import StageFailed
 from draftsmith.core.objective import StepSums, step_weights, supervised_rows
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.replay import SampleRounds, acceptance, walk
-from draftsmith.data.batching import collate, epoch_order, plan_batches, rank_share
+from draftsmith.data.batching import collate, plan_batches
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train.feed import Feed
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.noise import add_noise
 from draftsmith.train.optim import learning_rate
@@ -31,7 +32,7 @@ class Trainer:
 
     Attributes:
         module: the training step as Accelerate prepared it; `step` is the module itself.
-        plan: sample numbers of every step of this rank, over all epochs.
+        feed: this rank's batches, step by step, over all epochs.
         held_out: sample numbers of the held-out split.
         state: loop state; `state.step` optimizer steps are done.
         skipped: steps of this process that were not taken.
@@ -43,7 +44,7 @@ class Trainer:
     module: torch.nn.Module
     step: TrainingStep
     optimizer: torch.optim.Optimizer
-    plan: list[list[int]]
+    feed: Feed
     held_out: list[int]
     metrics: Metrics
     state: TrainState
@@ -51,12 +52,14 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end of the plan, evaluating and saving on the way."""
-        config, total = self.config.train, len(self.plan)
+        config, total = self.config.train, self.state.total_steps
         tokens, since = 0, time.monotonic()
         with meter("train", total, "steps", start=self.state.step) as shown:
             for work in self._batches(self.state.step):
                 sums, rows, norm = self._optimizer_step(work)
                 self.state.step += 1
+                if rejected := self.feed.done(self.state.step):
+                    self.metrics.log(self.state.step, rejected_samples=rejected)
                 tokens += work.batch.num_tokens * self.accelerator.num_processes
                 step, last = self.state.step, self.state.step == total
                 if step % config.log_interval == 0 or last:
@@ -75,22 +78,24 @@ class Trainer:
 
     def _batches(self, start: int) -> Iterator[Work]:
         """The plan's batches from step `start`, the next one read and laid out while this one is worked on."""
-        with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(self._work, self.plan[start]) if start < len(self.plan) else None
-            for step in range(start, len(self.plan)):
+        with ThreadPoolExecutor(1) as pool, self.feed:
+            coming = pool.submit(self._work, start) if start < self.state.total_steps else None
+            for step in range(start, self.state.total_steps):
                 assert coming is not None
+                began = time.monotonic()
                 work = coming.result()
-                if step + 1 < len(self.plan):
-                    coming = pool.submit(self._work, self.plan[step + 1])
+                self.feed.waited += time.monotonic() - began
+                if step + 1 < self.state.total_steps:
+                    coming = pool.submit(self._work, step + 1)
                 yield work.to(self.accelerator.device)
 
-    def _work(self, numbers: list[int]) -> Work:
-        return self.step.lay_out(collate(self.store, numbers))
+    def _work(self, step: int) -> Work:
+        return self.step.lay_out(self.feed.batch(step))
 
     def _optimizer_step(self, work: Work) -> tuple[StepSums, Tensor, float]:
         config, accelerator = self.config.train, self.accelerator
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.state.step, len(self.plan))
+            group["lr"] = learning_rate(config, self.state.step, self.state.total_steps)
         noise = (config, self.config.run.seed, self.state.step, accelerator.process_index)
         work = replace(work, batch=add_noise(work.batch, *noise))
         rows_J = accelerator.reduce(supervised_rows(work.batch, config.ttt_steps))
@@ -130,9 +135,10 @@ class Trainer:
             loss=loss,
             loss_per_step=loss_J.tolist(),
             accuracy_per_step=accuracy,
-            learning_rate=learning_rate(config, self.state.step - 1, len(self.plan)),
+            learning_rate=learning_rate(config, self.state.step - 1, self.state.total_steps),
             grad_norm=norm if math.isfinite(norm) else None,
             tokens_per_second=rate,
+            **self.feed.figures(),
         )
         figures = {
             "loss": f"{loss:.3f}",
@@ -150,7 +156,8 @@ class Trainer:
         totals = torch.zeros(3, steps)
         lengths = self.store.lengths(self.held_out)
         for batch_numbers in plan_batches(lengths, config.tokens_per_batch):
-            work = self._work([self.held_out[i] for i in batch_numbers]).to(self.accelerator.device)
+            batch = collate(self.store, [self.held_out[i] for i in batch_numbers])
+            work = self.step.lay_out(batch).to(self.accelerator.device)
             with self.accelerator.autocast():
                 leading, sums = self.step.matches(work)
             rounds += walk(work.batch, leading, steps)
@@ -164,15 +171,3 @@ class Trainer:
             eval_acceptance_length=figures["acceptance_length"],
             eval_per_position=figures["per_position"],
         )
-
-
-def training_plan(store: HiddenStateStore, config: Config, rank: int, world_size: int) -> list[list[int]]:
-    """Sample numbers of every optimizer step of one rank, over all epochs; only config and store decide it."""
-    numbers = store.numbers("train")
-    lengths = store.lengths(numbers)
-    plan: list[list[int]] = []
-    for epoch in range(config.train.epochs):
-        order = epoch_order(len(numbers), config.run.seed, epoch)
-        batches = plan_batches(lengths, config.train.tokens_per_batch, order)
-        plan += [[numbers[i] for i in batch] for batch in rank_share(batches, rank, world_size)]
-    return plan

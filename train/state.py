@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainState:
-    """One readable literal; the data order follows from `step` (see `training_plan`).
+    """One readable literal; the data order follows from `step` (see `plan_steps`).
 
     Attributes:
         step: optimizer steps done.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from draftsmith.core.batch import Batch
 from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.engine import multiplies_bfloat16
 from draftsmith.core.errors import UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.replay import chain_matches
@@ -64,7 +65,8 @@ class TrainingStep(nn.Module):
         if self.fused_dtype is not None and work.layout is not None:
             from draftsmith.core.fused.objective import fused_loss
 
-            return fused_loss(self.objective, work.batch, work.layout, weights_J, self.fused_dtype)
+            fp8 = self.config.matmul == "fp8"
+            return fused_loss(self.objective, work.batch, work.layout, weights_J, self.fused_dtype, fp8)
         sums: StepSums = self.objective(work.batch, self.config.ttt_steps)
         return (weights_J * sums.loss_J).sum(), replace(sums, loss_J=sums.loss_J.detach())
 
@@ -87,17 +89,42 @@ def fused_dtype(config: TrainConfig, shape: DraftShape, device: torch.device, ha
         half: whether products are in bfloat16.
 
     Raises:
-        UserError: `kernels: fused` where the pass cannot run.
+        UserError: `kernels: fused` where the pass cannot run, or `matmul: fp8` where its products cannot.
     """
+    if config.matmul == "fp8":
+        _require_fp8(config, shape, device, half)
     fits = shape.head_dim in (16, 32, 64, 128)
-    if config.kernels == "eager" or (config.kernels == "auto" and not (fits and half and device.type == "cuda")):
+    gpu = device.type == "cuda"
+    compiles = gpu and (not half or multiplies_bfloat16(device))
+    if config.kernels == "eager" or (
+        config.kernels == "auto" and config.matmul == "bf16" and not (fits and half and compiles)
+    ):
         return None
-    if device.type != "cuda":
+    if not gpu:
         raise UserError("train.kernels is fused, and there is no GPU here.", "Set train.kernels to auto.")
+    if not compiles:
+        raise UserError(
+            "train.kernels is fused, train.precision bfloat16, and this GPU is older than sm_80: it has no bfloat16.",
+            "Set train.precision to float32, or train.kernels to auto.",
+        )
     if not fits:
         raise UserError(
-            f"train.kernels is fused, and the draft's head_dim is {shape.head_dim}; the kernels are built for 16, 32, "
-            "64 or 128.",
-            "Set draft.head_dim to one of these, or train.kernels to eager.",
+            f"the fused pass was asked for, and the draft's head_dim is {shape.head_dim}; its kernels are built for "
+            "16, 32, 64 or 128.",
+            "Set draft.head_dim to one of these, or train.kernels to eager and train.matmul to bf16.",
         )
     return torch.bfloat16 if half else torch.float32
+
+
+def _require_fp8(config: TrainConfig, shape: DraftShape, device: torch.device, half: bool) -> None:
+    """Float8 products belong to the fused pass in bfloat16, on a GPU that has them."""
+    from draftsmith.core.fused.fp8 import MULTIPLE, odd_sizes
+
+    mend = "Set train.matmul to bf16."
+    if config.kernels == "eager" or not half:
+        raise UserError("train.matmul is fp8, which the fused pass in bfloat16 has and the eager one has not.", mend)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError("train.matmul is fp8, and this machine has no GPU of compute capability 8.9 or higher.", mend)
+    if odd := odd_sizes(shape):
+        sizes = ", ".join(f"{name} = {size}" for name, size in odd.items())
+        raise UserError(f"train.matmul is fp8, whose sizes are multiples of {MULTIPLE}; the draft has {sizes}.", mend)

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from draftsmith.core.errors import UserError
 
 pytest.importorskip("triton")
 
@@ -80,6 +83,26 @@ def test_chunks_hold_every_pair_once(make_batch):
     assert sorted(pairs) == [(0, 1), (0, 2), (0, 3), (0, 8), (0, 9), (1, 1), (1, 2), (1, 8), (2, 1)]
 
 
+@pytest.mark.parametrize("row", [6, 7, 3, 2], ids=lambda r: f"row {r}")
+def test_a_label_whose_state_is_missing_is_named_by_both_passes(make_objective, make_batch, row):
+    """A damaged store must not be trained on its neighbours' states; which sample it is, is said."""
+    from draftsmith.core.fused.layout import lay_out
+
+    batch = make_batch([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1], [0, 0]])
+    rows = batch.last_rows_M.tolist()
+    sample, token = (batch.sample_ids[0], row) if row < 6 else (batch.sample_ids[1], row - 6)
+    kept = torch.tensor([i for i, at in enumerate(rows) if at != row])
+    spoiled = replace(batch, last_MH=batch.last_MH[kept], last_rows_M=batch.last_rows_M[kept])
+    if row == 6:  # it foretells the reply's first token, which no draft is asked for
+        assert lay_out(spoiled, 3, 4).num_rows == lay_out(batch, 3, 4).num_rows
+        return
+    said = f"sample {sample}: its token {token} is supervised.*capture --fresh"
+    with pytest.raises(UserError, match=said):
+        lay_out(spoiled, 3, 4)
+    with pytest.raises(UserError, match=said):
+        make_objective()(spoiled, 3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "values",
@@ -127,3 +150,50 @@ def test_on_a_gpu(make_objective, make_batch, values, seed):
         assert off < 1.2 * eager[name] + 2e-3, (name, off, eager[name])
     again = run(True, torch.bfloat16)
     assert all(torch.equal(half[n], again[n]) for n in half)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 3072), (777, 576), (1, 64)], ids=str)
+def test_float8_casts_on_a_gpu_are_the_eager_ones(shape):
+    from draftsmith.core.fused.fp8 import E4M3, E5M2, scaled, scaled_eagerly
+
+    x = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        * torch.logspace(-3, 3, shape[0], device="cuda")[:, None]
+    )
+    x = x.to(torch.bfloat16)
+    amax = x.abs().max().float()
+    for dtype in (E4M3, E5M2):
+        ours, eager = scaled(x, dtype, True, True), scaled_eagerly(x, amax, dtype, True, True)
+        assert ours.plain is not None and ours.turned is not None
+        assert torch.equal(ours.scale, eager.scale)
+        # One division in a thousand rounds to the other neighbour.
+        for mine, theirs in ((ours.plain, eager.plain), (ours.turned, eager.turned)):
+            assert (mine.float() != theirs.float()).float().mean() < 1e-3
+            torch.testing.assert_close(mine.float(), theirs.float(), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_float8_products_on_a_gpu(make_objective, make_batch):
+    """Gradients point where bfloat16's do, as far as three bits of mantissa allow."""
+    from draftsmith.core.fused.layout import lay_out
+    from draftsmith.core.fused.objective import fused_loss
+
+    cuda = torch.device("cuda")
+    objective = make_objective(head_dim=64, draft_vocab_size=32).to(cuda)
+    with torch.no_grad():  # smaller weights than that fixture's magnify roundings less
+        for p in objective.draft.parameters():
+            p.mul_(0.4 if p.dim() > 1 else 1.0)
+    batch = make_batch([[0] * 30 + [1] * 300, [0] * 5 + [1] * 600])
+    layout, batch = lay_out(batch, 5, 900, None).to(cuda), batch.to(cuda)
+
+    def run(fp8):
+        objective.zero_grad()
+        weights = 0.8 ** torch.arange(5, device=cuda) / layout.num_rows
+        loss, _ = fused_loss(objective, batch, layout, weights, torch.bfloat16, fp8)
+        loss.backward()
+        return float(loss.detach()), torch.cat([p.grad.flatten() for p in objective.draft.parameters()])
+
+    (loss, wanted), (loss8, half) = run(False), run(True)
+    assert loss8 == pytest.approx(loss, rel=0.02)
+    assert 0.98 < float(torch.nn.functional.cosine_similarity(half, wanted, dim=0)) < 1.0

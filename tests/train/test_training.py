@@ -17,7 +17,7 @@ from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.run import COMPLETE, RunFolder
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.train.loop import training_plan
+from draftsmith.train.feed import training_plan
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import learning_rate
 from draftsmith.train.stage import train
@@ -39,7 +39,10 @@ def logged(config):
 
 def figures(config):
     """What was logged, without what the clock decides."""
-    return [{k: v for k, v in row.items() if k not in ("time", "tokens_per_second")} for row in logged(config)]
+    return [
+        {k: v for k, v in row.items() if k not in ("time", "tokens_per_second", "data_wait_seconds")}
+        for row in logged(config)
+    ]
 
 
 def weights(config):
@@ -302,15 +305,15 @@ def test_training_stops_after_too_many_skipped_steps_in_a_row(synthetic_run, mon
 
 
 def test_infinite_states_are_skipped_and_named(synthetic_run, changed, monkeypatch):
-    read = HiddenStateStore.__getitem__
+    read = HiddenStateStore.stored
 
     def read_spoiled(self, number):
         sample = read(self, number)
-        if sample.sample_id == "c-003/0":
-            sample.aux_states_TAH[:] = float("inf")
+        if self.index[number]["sample_id"] == "c-003/0":
+            sample["aux_states"][:] = float("inf")
         return sample
 
-    monkeypatch.setattr(HiddenStateStore, "__getitem__", read_spoiled)
+    monkeypatch.setattr(HiddenStateStore, "stored", read_spoiled)
     train(synthetic_run)
     skips = [r for r in logged(synthetic_run) if r.get("skipped_step")]
     assert len(skips) == 2 and all("c-003/0" in r["sample_ids"] for r in skips)  # once an epoch
