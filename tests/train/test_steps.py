@@ -94,6 +94,19 @@ def rates(total, **values):
     return [learning_rate(config, step, total) for step in range(total)]
 
 
+def test_the_rate_warms_up_to_its_peak_and_then_falls():
+    assert rates(10, warmup_ratio=0.4, schedule="constant") == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
+    assert rates(5, warmup_ratio=0.0, schedule="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates(4, warmup_ratio=0.0, schedule="cosine") == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0.0, 0.3, 0.99])
+def test_no_step_has_a_rate_of_zero_or_above_the_peak(schedule, warmup):
+    for total in (1, 2, 7, 100):
+        assert all(0 < r <= 1 for r in rates(total, warmup_ratio=warmup, schedule=schedule))
+
+
 def test_wsd_stays_at_its_peak_and_falls_at_the_end():
     seen = rates(10, warmup_steps=2, schedule="wsd", decay_ratio=0.4)
     assert seen == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25])

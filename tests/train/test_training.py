@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
-from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.run import COMPLETE, RunFolder
@@ -356,24 +355,6 @@ def test_the_plan_holds_every_training_sample_once_an_epoch(synthetic_run, chang
         assert len({len(p) for p in plans}) == 1
         seen = [n for plan in plans for batch in plan for n in batch]
         assert sorted(seen) == sorted(store.numbers("train") * 3)
-
-
-def rates(total, **values):
-    config = TrainConfig(learning_rate=1.0, **values)
-    return [learning_rate(config, step, total) for step in range(total)]
-
-
-def test_the_rate_warms_up_to_its_peak_and_then_falls():
-    assert rates(10, warmup_ratio=0.4, schedule="constant") == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
-    assert rates(5, warmup_ratio=0.0, schedule="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    assert rates(4, warmup_ratio=0.0, schedule="cosine") == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warmup", [0.0, 0.3, 0.99])
-def test_no_step_has_a_rate_of_zero_or_above_the_peak(schedule, warmup):
-    for total in (1, 2, 7, 100):
-        assert all(0 < r <= 1 for r in rates(total, warmup_ratio=warmup, schedule=schedule))
 
 
 def test_the_logged_rates_are_those_of_the_schedule(synthetic_run):
