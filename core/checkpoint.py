@@ -134,6 +134,39 @@ def final_checkpoint(run: RunFolder, needed_by: str) -> Path:
     return done[-1]
 
 
+def chosen_checkpoint(run: RunFolder, which: str, needed_by: str) -> Path:
+    """The checkpoint that `export.checkpoint` names: `last`, `best`, `step-N`, or a path.
+
+    Raises:
+        UserError: there is none of that name, or none that was evaluated.
+    """
+    if which == "last":
+        return final_checkpoint(run, needed_by)
+    done = run.complete_checkpoints()
+    kept = f"Those kept: {', '.join(p.name for p in done) or 'none'} (train.keep_checkpoints)."
+    if which == "best":
+        by_step = {row["step"]: row["eval_acceptance_length"] for row in _evaluations(run)}
+        judged = [(by_step[step], step, p) for p in done if (step := int(p.name.removeprefix("step-"))) in by_step]
+        if not judged:
+            raise UserError(
+                f"{run.checkpoints}: no checkpoint was evaluated on held-out samples.",
+                f"Give train.save_interval a multiple of train.eval_interval, or name a checkpoint. {kept}",
+            )
+        return max(judged)[2]
+    named = which.removeprefix("step-")
+    path = run.checkpoints / f"step-{int(named):07d}" if named.isdigit() else Path(which).expanduser()
+    if not (path / COMPLETE).is_file():
+        raise UserError(f"export.checkpoint: {path} is no complete checkpoint.", kept)
+    return path
+
+
+def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
+    if not run.metrics.is_file():
+        return []
+    rows = (json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row.get("eval_acceptance_length") is not None]
+
+
 def build_objective(
     target: Target, shape: DraftShape, target_ids: Tensor, norm_form: Any, loss: LossOptions | None = None
 ) -> Objective:

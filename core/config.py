@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from draftsmith.core.config_eval import EvalConfig
 from draftsmith.core.config_train import DraftConfig, TrainConfig
 from draftsmith.core.section import PositiveInt, Section, Share
 
@@ -256,7 +257,11 @@ class CaptureConfig(Section):
         "auto",
         description="Auxiliary layers by vLLM's ids (k: the residual stream after k layers). auto: 2, n//2, n-3.",
     )
-    storage: Literal["bf16"] = Field("bf16", description="Number format of the states on disk.")
+    storage: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="Number format of the states on disk. fp8: e4m3 with a scale for every token and layer, half the "
+        "bytes.",
+    )
     mode: Literal["store", "spool"] = Field(
         "store",
         description="store: all states are written before training starts; spool: only the held-out samples' are, the "
@@ -297,27 +302,43 @@ class CaptureConfig(Section):
         return self
 
 
-class EvalConfig(Section):
-    """Replay on held-out samples, and serving with the exported draft."""
-
-    k: list[PositiveInt] = Field(default_factory=lambda: [3], min_length=1, description="Draft lengths.")
-    temperature: list[Annotated[float, Field(ge=0.0)]] = Field(default_factory=lambda: [0.0], min_length=1)
-    concurrency: list[PositiveInt] = Field(default_factory=lambda: [1], min_length=1, description="Requests in flight.")
-    sets: list[str] = Field(
-        default_factory=list,
-        description="Sources of prompts, as in `data.sources`; the held-out samples are always a set.",
-    )
-    max_prompts: PositiveInt | None = Field(None, description="Prompts served per set; null: all.")
-    bootstrap: PositiveInt = Field(1000, description="Bootstrap draws of the confidence intervals.")
-
-
 class ExportConfig(Section):
-    """The checkpoint that vLLM loads."""
+    """The checkpoint that a server loads."""
 
-    format: Literal["hf"] = Field("hf", description="hf: plain Hugging Face layout as vLLM reads it.")
-    verify: bool = Field(True, description="Check completeness and that the reloaded draft gives the trainer's logits.")
+    checkpoint: str = Field(
+        "last",
+        description="last: of a finished training; best: of those kept, the one with the highest replayed acceptance; "
+        "step-NNNNNNN; or the path of a checkpoint.",
+    )
+    format: Literal["hf", "speculators"] = Field(
+        "hf", description="hf: plain Hugging Face layout as vLLM reads it; speculators: vLLM's self-contained one."
+    )
+    layer_id_convention: Literal["vllm", "sglang"] = Field(
+        "vllm",
+        description="vllm: id k is the state after k layers; sglang: k - 1, which vLLM would read as other layers.",
+    )
+    license: str | None = Field(None, description="Licence in the model card; null: the target's.")
+    verify: bool | Literal["offline"] = Field(
+        True,
+        description="true: complete by vLLM's contract, the trainer's logits after reloading, and where vLLM is "
+        "installed the same drafts and acceptance on it; offline: all but the engine; false: nothing.",
+    )
+    verify_prompts: PositiveInt = Field(16, description="Held-out prompts that the engine is given.")
+    verify_k: PositiveInt = Field(3, description="Tokens that it drafts a round.")
+    verify_concurrency: PositiveInt = Field(8, description="Requests in flight while acceptance is measured.")
     max_logit_error: float = Field(
         0.02, gt=0.0, description="Bound on the relative error of the exported (bfloat16) draft's logits."
+    )
+    max_served_logit_error: float = Field(
+        0.05,
+        gt=0.0,
+        description="Bound on the relative error of the engine's draft logits, on the engine's own states.",
+    )
+    max_tie: float = Field(
+        0.25, ge=0.0, description="Logits that two tokens may differ by for either to count as the trainer's choice."
+    )
+    max_acceptance_gap: float = Field(
+        0.02, gt=0.0, description="Bound on the relative difference of served and replayed acceptance length."
     )
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from draftsmith.core.config import TargetConfig
 from draftsmith.core.errors import StageFailed, UserError
@@ -50,29 +50,46 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         UserError, StageFailed: as `work` raised them.
         StageFailed: the process died (out of memory, a crash in native code).
     """
-    with engine_process(work, *args, **kwargs) as running:
-        return outcome(running, work.__name__)
+    with EngineProcess() as process:
+        return outcome(process.submit(work, *args, **kwargs), work.__name__)
 
 
-@contextmanager
-def engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[T]]:
-    """`work` as `in_engine_process` runs it, beside the block; what is not done at the block's end is ended."""
-    pool = ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
-    )
-    group = outcome(pool.submit(os.getpgrp), work.__name__)  # it may die before it leads one
-    running = pool.submit(work, *args, **kwargs)
-    try:
-        yield running
-    finally:
-        if running.done() and not running.exception():
-            pool.shutdown()  # the process ends by itself and frees what it shares with us
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+class EngineProcess:
+    """A process that an engine lives in for as long as the block; what runs in it shares its module globals.
+
+    What is not done at the block's end is ended.
+    """
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        self._submitted: list[Future[Any]] = []
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
+        )
+        self._group = outcome(self._pool.submit(os.getpgrp), "_lead_group")  # it may die before it leads one
+        return self
+
+    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run `work` there, beside the block; `outcome` waits for it."""
+        self._submitted.append(self._pool.submit(work, *args, **kwargs))
+        return self._submitted[-1]
+
+    def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` there and return its result; as `in_engine_process`."""
+        return outcome(self.submit(work, *args, **kwargs), work.__name__)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End it, and whatever it started."""
+        try:
+            if kind is None and all(f.done() and not f.exception() for f in self._submitted):
+                self._pool.shutdown()  # the process ends by itself and frees what it shares with us
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
 
 
 def outcome(running: Future[T], name: str) -> T:
-    """Wait for the result of an `engine_process`; raises as `in_engine_process` does."""
+    """Wait for the result of an `EngineProcess`; raises as `in_engine_process` does."""
     try:
         return running.result()
     except BrokenProcessPool:
@@ -133,13 +150,25 @@ def vllm_engine(config: TargetConfig, target: Target, **llm_args: Any) -> Iterat
         ) from error
     say(f"vLLM: ready in {time.monotonic() - begin:.0f} s")
     try:
-        yield llm
-    except (UserError, StageFailed):
-        raise
-    except Exception as error:  # an engine's own types may not even cross to the parent process
-        raise StageFailed(f"the engine failed: {last_line(error)}. Run the stage again when that is mended.") from None
+        with engine_errors():
+            yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Errors of the block as ours: an engine's own types may not even cross to the parent process.
+
+    Raises:
+        StageFailed: the engine failed.
+    """
+    try:
+        yield
+    except (UserError, StageFailed):
+        raise
+    except Exception as error:
+        raise StageFailed(f"the engine failed: {last_line(error)}. Run the stage again when that is mended.") from None
 
 
 def generate(

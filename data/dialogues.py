@@ -15,9 +15,9 @@ from typing import Any
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Message, Skipped
 from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.reasoning import ClientView
 from draftsmith.core.rendering import render_prompt
 from draftsmith.data.journal import Journal
-from draftsmith.data.reasoning import ClientView
 from draftsmith.data.tool_calls import call_marker
 
 # Conversations that have rows and could have had more: listed, but no fault of the source.

@@ -27,8 +27,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from draftsmith.core.conversations import Conversation, Message, texts_of
+from draftsmith.core.reasoning import ClientView
 from draftsmith.core.rendering import encode, render_text, template_inputs
-from draftsmith.data.reasoning import ClientView
 
 _WINDOW = 16  # prompt tokens decoded before a reply, where decoding depends on what stands before
 

@@ -52,7 +52,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._writer_args = (Path(extra["folder"]), int(extra["shard_bytes"]), int(extra["pending_bytes"]))
+        bounds = int(extra["shard_bytes"]), int(extra["pending_bytes"])
+        self._writer_args = (Path(extra["folder"]), *bounds, str(extra["storage"]))
         self._writer_kind = SpoolWriter if extra.get("spool") else ShardWriter
         self._num_states = int(extra["num_states"])
         self._group = _states_group(kv_cache_config)

@@ -12,13 +12,12 @@ from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import meter
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, TrainSamples
+from draftsmith.core.store import PROBE
 from draftsmith.core.target import Target
 from draftsmith.hidden_state_capture.probe import Probe, choose_probe, judge_probe
 
 if TYPE_CHECKING:
     from draftsmith.hidden_state_capture.spool import ShardQueue
-
-PROBE = "probe.json"
 
 
 def capture_samples(
@@ -100,6 +99,7 @@ def _engine_args(
                 "folder": str(folder.resolve()),
                 "shard_bytes": config.capture.shard_bytes,
                 "pending_bytes": config.capture.pending_bytes,
+                "storage": config.capture.storage,
                 "num_states": len(ids),
                 "spool": spool,
             },

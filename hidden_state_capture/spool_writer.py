@@ -5,7 +5,14 @@ from typing import Any
 
 from draftsmith.core.atomic import write_json
 from draftsmith.core.store import shard_name
-from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, split_states, unusable, write_shard
+from draftsmith.hidden_state_capture.writer import (
+    SampleStates,
+    ShardWriter,
+    split_states,
+    stored,
+    unusable,
+    write_shard,
+)
 
 
 class SpoolWriter(ShardWriter):
@@ -15,9 +22,9 @@ class SpoolWriter(ShardWriter):
     besides.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int, pending_bytes: int) -> None:
+    def __init__(self, folder: Path, shard_bytes: int, pending_bytes: int, storage: str = "bf16") -> None:
         self._coming: dict[int, list[dict[str, Any]]] = {}
-        super().__init__(folder, shard_bytes, pending_bytes)
+        super().__init__(folder, shard_bytes, pending_bytes, storage)
 
     def _add(self, sample: SampleStates) -> None:
         slot = sample.slot
@@ -28,7 +35,8 @@ class SpoolWriter(ShardWriter):
         tensors = split_states(sample)
         reason = unusable(tensors)
         coming = self._coming.setdefault(slot["shard"], [])
-        coming.append({"sample_id": sample.sample_id, **({"reason": reason} if reason else tensors)})
+        found = {"reason": reason} if reason else stored(tensors, self.storage)
+        coming.append({"sample_id": sample.sample_id, **found})
         if len(coming) == slot["samples"]:
             self._write(slot, self._coming.pop(slot["shard"]))
         self.written += 1

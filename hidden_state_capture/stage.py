@@ -23,13 +23,10 @@ from draftsmith.core.manifest import (
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, iter_samples, read_samples
-from draftsmith.core.store import INDEX, INDEX_SCHEMA
+from draftsmith.core.store import INDEX, INDEX_SCHEMA, INPUTS, PROBE
 from draftsmith.core.target import Target, resolve_layer_ids, resolve_target
-from draftsmith.hidden_state_capture.driver import PROBE, capture_samples
+from draftsmith.hidden_state_capture.driver import capture_samples
 from draftsmith.hidden_state_capture.writer import committed_shards
-
-# What a capture in progress leaves for its continuation; the manifest takes their place.
-INPUTS = "inputs.json"
 
 
 def capture(config: Config) -> None:

@@ -7,6 +7,7 @@ After a kill, shards with a sidecar are kept and their samples are not captured 
 import hashlib
 import json
 import queue
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from draftsmith.core.atomic import remove_leftovers, sha256_file, write_atomic, write_json
 from draftsmith.core.damage import reading
+from draftsmith.core.fp8_states import encode
 from draftsmith.core.manifest import MANIFEST
-from draftsmith.core.store import shard_name
+from draftsmith.core.store import LAST_TENSORS, TOKEN_TENSORS, shard_name
 
 
 @dataclass
@@ -54,13 +56,13 @@ class SampleStates:
 class ShardWriter:
     """Thread-safe for one producer: `put` until done, then `flush`."""
 
-    def __init__(self, folder: Path, shard_bytes: int, pending_bytes: int) -> None:
-        self.folder, self.shard_bytes, self.pending_bytes = folder, shard_bytes, pending_bytes
+    def __init__(self, folder: Path, shard_bytes: int, pending_bytes: int, storage: str = "bf16") -> None:
+        self.folder, self.shard_bytes, self.pending_bytes, self.storage = folder, shard_bytes, pending_bytes, storage
         folder.mkdir(parents=True, exist_ok=True)
         remove_uncommitted(folder)
         self.written = 0
         self.rejected: list[dict[str, str]] = []
-        self._next_shard = len(committed_shards(folder))
+        self._next_shard = next_shard(folder)
         self._open: list[dict[str, Any]] = []
         self._open_bytes = 0
         self._queue: queue.Queue[SampleStates | threading.Event] = queue.Queue()
@@ -123,6 +125,7 @@ class ShardWriter:
         elif reason := unusable(tensors):
             self.rejected.append({"sample_id": sample.sample_id, "reason": reason})
         else:
+            tensors = stored(tensors, self.storage)
             self._open.append({"sample_id": sample.sample_id, **tensors})
             self._open_bytes += sum(t.nbytes for t in tensors.values())
             if self._open_bytes >= self.shard_bytes:
@@ -175,6 +178,16 @@ def unusable(tensors: dict[str, Tensor]) -> str | None:
     return None
 
 
+def stored(tensors: dict[str, Tensor], storage: str) -> dict[str, Tensor]:
+    """A sample's tensors as they lie on disk."""
+    if storage == "bf16":
+        return tensors
+    aux, aux_scales = encode(tensors["aux_states"])
+    last, last_scales = encode(tensors["last_states"])
+    coded = {"aux_states": aux, "aux_scales": aux_scales, "last_states": last, "last_scales": last_scales}
+    return {**tensors, **coded}
+
+
 def pack(samples: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Concatenate samples into one shard's tensors, with an index row each."""
     rows, start, last_start, last_rows = [], 0, 0, []
@@ -189,7 +202,7 @@ def pack(samples: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str,
         )  # fmt: skip
         last_rows.append(s["last_rows"] + start)
         start, last_start = start + length, last_start + last_length
-    names = ("input_ids", "loss_mask", "aux_states", "last_states")
+    names = [name for name in (*TOKEN_TENSORS, *LAST_TENSORS) if name in samples[0]]
     tensors = {name: torch.cat([s[name] for s in samples]) for name in names}
     tensors["last_rows"] = torch.cat(last_rows)
     tensors["sample_offsets"] = torch.tensor([r["start"] for r in rows] + [start], dtype=torch.int64)
@@ -197,10 +210,11 @@ def pack(samples: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str,
 
 
 def sample_sha256(tensors: dict[str, Any]) -> str:
-    """Hex SHA-256 of a sample's input_ids, loss_mask, aux_states and last_states bytes."""
+    """Hex SHA-256 of a sample's tensors as they lie on disk; `last_rows` follow from its loss_mask."""
     digest = hashlib.sha256()
-    for name in ("input_ids", "loss_mask", "aux_states", "last_states"):
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
+    for name in (*TOKEN_TENSORS, *LAST_TENSORS):
+        if name in tensors:
+            digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -211,6 +225,12 @@ def committed_shards(folder: Path) -> list[dict[str, Any]]:
         with reading(path, "Run `draftsmith capture --fresh`."):
             sidecars.append(json.loads(path.read_text(encoding="utf-8")))
     return sidecars
+
+
+def next_shard(folder: Path) -> int:
+    """Number of the next shard: past the highest there is, since `store repair` leaves gaps."""
+    taken = [int(m[1]) for s in committed_shards(folder) if (m := re.match(r"shard-(\d+)", s["shard"]["file"]))]
+    return max(taken, default=-1) + 1
 
 
 def remove_uncommitted(folder: Path) -> None:

@@ -44,7 +44,8 @@ def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..
     """A capture that draws states; of `spoiled` samples they are not finite. Samples end in any order."""
 
     def capture(config: Config, target: Any, layer_ids: list[int], samples: Any, queue: ShardQueue) -> None:
-        writer = SpoolWriter(RunFolder.of(config).spool, config.capture.shard_bytes, config.capture.pending_bytes)
+        sizes = config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage
+        writer = SpoolWriter(RunFolder.of(config).spool, *sizes)
         while queue.wait():
             asked = []
             while (one := queue.take()) is not None:

@@ -163,7 +163,7 @@ def test_what_the_server_returned_gives_what_the_target_emitted(kept, tokenizer_
     """The API's own reasoning and content, white space included, lead back to the emitted tokens."""
     pytest.importorskip("vllm")
     from draftsmith.core.config import TargetConfig
-    from draftsmith.data.reasoning import ClientView
+    from draftsmith.core.reasoning import ClientView
 
     tokenizer = tokenizer_of(name)
     view = ClientView(TargetConfig(reasoning_parser=parser), tokenizer)

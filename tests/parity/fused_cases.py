@@ -10,7 +10,9 @@ import shutil
 import pytest
 import torch
 
+from draftsmith.core.chains import judge_chains
 from draftsmith.core.fused import pointwise
+from draftsmith.core.fused.chains import fused_chains
 from draftsmith.core.fused.fp8 import Fp8Products, cast_into, scaled
 from draftsmith.core.fused.layout import lay_out
 from draftsmith.core.fused.objective import fused_loss, fused_matches
@@ -153,6 +155,17 @@ def test_rows_past_two_to_the_31_elements_are_where_they_belong():
     assert close(dx, dy, dn, dres)
 
 
+@pytest.mark.parametrize("drafting", ["greedy", "probabilistic"])
+def test_chains_are_judged_alike(make_objective, make_batch, drafting):
+    objective, batch = make_objective(LossOptions("soft_ce_full"), head_dim=16, norm_output=True), make_batch(MASKS)
+    found = fused_chains(objective, batch, lay_out(batch, STEPS, 2), torch.float32, [0.7, 1.0], drafting)
+    wanted = judge_chains(objective, batch, STEPS, [0.7, 1.0], drafting)
+    assert found.leading_T.tolist() == wanted.leading_T.tolist()
+    torch.testing.assert_close(found.accept_NTJ, wanted.accept_NTJ)
+    empty = make_batch([[0, 0, 0]])
+    assert not fused_chains(objective, empty, lay_out(empty, STEPS, 2), torch.float32).leading_T.any()
+
+
 def test_the_training_loop_runs_on_it(synthetic_run, changed, monkeypatch):
     """The stage itself, with this pass for the eager one: the same losses and the same replay on the way."""
     from draftsmith.core.run import RunFolder
@@ -222,15 +235,18 @@ def test_float8_products_are_those_of_the_cast_operands():
 
 @pytest.mark.parametrize("values", [{}, {"norm_output": True, "fc_norm": True, "num_kv_heads": 4}], ids=str)
 def test_float8_gradients_point_where_the_references_do(reference, make_objective, make_batch, values):
-    """This tiny draft of large random weights magnifies every rounding: bfloat16 is 2 % off in it, three bits 30 %."""
+    """With smaller weights than the fixture's: those magnify every rounding (bfloat16 is 2 % off)."""
     objective = make_objective(head_dim=16, draft_vocab_size=32, **values)
+    with torch.no_grad():
+        for p in objective.draft.parameters():
+            p.mul_(0.4 if p.dim() > 1 else 1.0)
     batch = make_batch(MASKS)
     wanted = reference.reference_gradients(objective, batch, STEPS, DECAY)
     weights = DECAY ** torch.arange(STEPS) / torch.tensor(wanted.rows).clamp_min(1)
     loss, sums = fused_loss(objective, batch, lay_out(batch, STEPS, 4), weights, torch.float32, fp8=True)
     loss.backward()
     assert sums.rows_J.tolist() == wanted.rows
-    assert float(loss.detach()) == pytest.approx(wanted.loss, rel=0.1)
+    assert float(loss.detach()) == pytest.approx(wanted.loss, rel=0.02)
     ours = torch.cat([p.grad.flatten().double() for p in objective.draft.parameters()])
     theirs = torch.cat([wanted.gradients[name].flatten() for name, _ in objective.draft.named_parameters()])
-    assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.9
+    assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.98

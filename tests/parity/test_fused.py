@@ -195,5 +195,5 @@ def test_float8_products_on_a_gpu(make_objective, make_batch):
         return float(loss.detach()), torch.cat([p.grad.flatten() for p in objective.draft.parameters()])
 
     (loss, wanted), (loss8, half) = run(False), run(True)
-    assert loss8 == pytest.approx(loss, rel=0.1)
-    assert 0.9 < float(torch.nn.functional.cosine_similarity(half, wanted, dim=0)) < 1.0
+    assert loss8 == pytest.approx(loss, rel=0.02)
+    assert 0.98 < float(torch.nn.functional.cosine_similarity(half, wanted, dim=0)) < 1.0

@@ -21,13 +21,27 @@ CLOCK = ("time", "tokens_per_second", "data_wait_seconds", "capture_wait_seconds
 
 
 @pytest.fixture
-def spool_run(synthetic_run, changed):
+def spool_run(synthetic_run, recaptured):
     """A prepared run whose held-out samples are captured for spool mode, without vLLM."""
-    config = changed(synthetic_run, capture=SPOOL)
+    return recaptured(synthetic_run, **SPOOL)
+
+
+@pytest.fixture
+def recaptured(changed):
+    """`recaptured(config, storage="fp8")`: the run with other capture settings, captured anew without vLLM."""
+
+    def make(config, **settings):
+        return _capture(changed(config, capture=settings))
+
+    return make
+
+
+def _capture(config):
     run, target = RunFolder.of(config), resolve_target(config.target)
     shutil.rmtree(run.hidden_states)
     samples, layer_ids = samples_to_store(config), resolve_layer_ids(config.capture, target.num_layers)
-    writer = ShardWriter(run.hidden_states, config.capture.shard_bytes, config.capture.pending_bytes)
+    sizes = config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage
+    writer = ShardWriter(run.hidden_states, *sizes)
     for s in samples:
         states = spool_sides.drawn_states(int(s.sample_id[2:5]), len(s.input_ids))
         writer.put(SampleStates(s.sample_id, s.input_ids, [list(x) for x in s.loss_spans], states, ready=bool))
