@@ -164,11 +164,13 @@ def _hours(config: Config, amount: Amount, target: Target, shape: DraftShape, ra
     trained = amount.tokens * amount.train_share * epochs
     if config.capture.mode == "spool":  # the held-out samples once, the others in every epoch
         once = round(amount.tokens * (1 - amount.train_share) + trained)
+    hours = once / capture / 3600, trained / train / 3600
     return {
-        "capture": once / capture / 3600, "capture_tokens": once, "capture_rate": capture,
+        "capture": hours[0], "capture_tokens": once, "capture_rate": capture,
         "capture_rate_of": "stated" if rates.capture else "measured on H200s, scaled by the target",
-        "train": trained / train / 3600, "train_tokens": round(trained), "train_rate": train,
+        "train": hours[1], "train_tokens": round(trained), "train_rate": train,
         "train_rate_of": "stated" if rates.train else train_from,
+        "together": max(hours) if config.capture.mode == "spool" else sum(hours),
     }  # fmt: skip
 
 

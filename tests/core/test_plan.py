@@ -153,6 +153,20 @@ def test_hours_are_tokens_by_rates(minimax, roomy):
     assert made["hours"]["capture"] == pytest.approx(1.0)
     assert made["hours"]["train"] == pytest.approx(3 * 0.9 * 2.0)
     assert made["hours"]["train_rate_of"] == made["hours"]["capture_rate_of"] == "stated"
+    assert made["hours"]["together"] == pytest.approx(1.0 + 3 * 0.9 * 2.0)
+
+
+def test_a_spool_captures_every_epoch_while_it_trains(minimax, roomy):
+    spool = {"mode": "spool", "spool_bytes": 10 * 10**9}
+    config = minimax(train={"epochs": 3, "tokens_per_batch": 16384}, capture=spool)
+    made = make_plan(config, stated(config, 3_600_000, 1000, 0.6), Rates(1000.0, 500.0, 1, 141e9))
+    assert made["hours"]["capture"] == pytest.approx(0.1 + 3 * 0.9)
+    assert made["hours"]["together"] == pytest.approx(3 * 0.9 * 2.0)
+    states = made["disk"]["states"]["bf16"]
+    assert made["disk"]["states_needed"] == pytest.approx(0.1 * states + 10 * 10**9, rel=1e-6)
+    roomy(free=5e9)
+    (problem,) = make_plan(config, stated(config, 3_600_000, 1000, 0.6), H200)["problems"]
+    assert "Lower capture.spool_bytes by" in problem["mend"]
 
 
 def test_the_size_of_a_shard_is_the_plans(synthetic_run):
