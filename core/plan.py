@@ -189,8 +189,13 @@ def _workload(config: Config, amount: Amount) -> Workload:
 
 def _gpu(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> dict[str, float]:
     parts = {**training_memory(shape, _workload(config, amount)), "CUDA": _CUDA_BYTES}
+    sizes = draft_parameters(shape)
+    if config.train.optimizer == "muon":  # one moment instead of two, of the matrices
+        parts["weights and optimizer"] -= 4.0 * (sizes["fc"] + sizes["attention"] + sizes["mlp"])
+    if config.train.ema_decay is not None:
+        parts["average of the weights"] = 4.0 * sum(sizes.values())
     # Several processes exchange gradients in buckets as large as all of them.
-    return parts if gpus == 1 else {**parts, "exchange of gradients": 4.0 * sum(draft_parameters(shape).values())}
+    return parts if gpus == 1 else {**parts, "exchange of gradients": 4.0 * sum(sizes.values())}
 
 
 def _host(config: Config) -> int:

@@ -156,6 +156,17 @@ def test_hours_are_tokens_by_rates(minimax, roomy):
     assert made["hours"]["together"] == pytest.approx(1.0 + 3 * 0.9 * 2.0)
 
 
+def test_memory_follows_the_optimizer_and_the_number_of_gpus(minimax, roomy):
+    def used(gpus=1, **train):
+        config = minimax(train={"tokens_per_batch": 16384, **train})
+        return sum(make_plan(config, stated(config, 10**6, 1000, 0.6), Rates(gpus=gpus))["gpu"]["training"].values())
+
+    parameters = 343683072
+    assert used(ema_decay=0.999) - used() == pytest.approx(4 * parameters)
+    assert used(gpus=2) - used() == pytest.approx(4 * parameters)
+    assert used() - used(optimizer="muon") == pytest.approx(4 * (parameters - 32000 * 3072 - 4 * 3072))
+
+
 def test_a_spool_captures_every_epoch_while_it_trains(minimax, roomy):
     spool = {"mode": "spool", "spool_bytes": 10 * 10**9}
     config = minimax(train={"epochs": 3, "tokens_per_batch": 16384}, capture=spool)
