@@ -27,7 +27,8 @@ from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.export.draft import Draft
 from draftsmith.export.layout import draft_tensors, folder_config, write_draft
-from draftsmith.export.served_proof import agreement, observe
+from draftsmith.export.observe import observe
+from draftsmith.export.served_proof import agreement
 from draftsmith.export.verify import contract_check, model_of
 
 PROMPTS, LENGTHS, VOCAB = 4, (20, 61), 1024

@@ -171,3 +171,14 @@ def test_a_target_with_code_of_its_own_is_named_and_not_run(make_config, tmp_pat
     with pytest.raises(UserError, match=rf"{folder} asks to run code of its own.*target\.trust_remote_code=true"):
         resolve_target(make_config(target={"path": str(folder)}).target)
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_export_for_sglang_is_not_served_on_vllm(trained_run, changed):
+    from draftsmith.eval.stage import evaluate
+
+    config = changed(trained_run, export={"layer_id_convention": "sglang"})
+    export(config)
+    folder = RunFolder.of(config).export
+    assert read_draft_folder(folder).layer_ids == [3, 4, 5]
+    with pytest.raises(UserError, match=r"its layer ids are sglang's.*other layers.*export convert"):
+        evaluate(config)
