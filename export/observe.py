@@ -56,7 +56,9 @@ def _observe(
         "worker_extension_cls": WORKER,
         "speculative_config": {"method": "eagle3", "model": str(folder), "num_speculative_tokens": k},
     }
-    with vllm_engine(config.target, target, **args) as llm:
+    # What the user sets for speed would hide tokens from the probe: cached prefixes, prompts in several steps, graphs.
+    others = {key: value for key, value in config.target.engine_args.items() if key not in args}
+    with vllm_engine(config.target.model_copy(update={"engine_args": others}), target, **args) as llm:
         return probe_first_drafts(llm, prompts, scratch), _serve(llm, prompts, limits) if limits else []
 
 

@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own attention": {"num_heads": 12, "num_kv_heads": 12, "head_dim": 32},
     "sliding window": {"sliding_window": 16},
     "llama3 rope": {"rope": LLAMA3},
+    "llama3 rope, speculators": {"rope": LLAMA3, "format": "speculators"},
     "yarn rope": {"rope": YARN},
     "partial rotary": {"partial_rotary_factor": 0.5},
 }  # fmt: skip
