@@ -354,7 +354,7 @@ def test_a_draft_for_another_target(draft_folder, make_config):
         read_draft_folder(folder, resolve_target(make_config().target))
 
 
-# ---- silent traps of vLLM (X1, X2, X4, X5) --------------------------------------------------------------------------------------------
+# ---- silent traps of vLLM (X1, X2, X4, X5) ---------------------------------------------------------------------------
 
 
 def drop(*names):
@@ -365,7 +365,6 @@ TRAPS = {
     "hidden_norm": (drop("midlayer.hidden_norm.weight"), r"lacks midlayer\.hidden_norm\.weight"),
     "o_proj": (drop("midlayer.self_attn.o_proj.weight"), r"lacks midlayer\.self_attn\.o_proj\.weight"),
     "reduced without lm_head": (drop("lm_head.weight"), "vLLM would take the target's rows"),
-    # X2: no offsets, or absolute ids in their place.
     "reduced without d2t": (drop("d2t"), "no d2t; vLLM would propose the first 128"),
     "absolute d2t": (lambda t: t.update(d2t=t["d2t"] + torch.arange(128)), "its d2t holds absolute ids"),
     "d2t of floats": (lambda t: t.update(d2t=t["d2t"].float()), "d2t is torch.float32"),
