@@ -75,7 +75,7 @@ def make_plan(config: Config, amount: Amount, rates: Rates) -> dict[str, Any]:
         "draft": {"parameters": sum(draft_parameters(shape).values()), "layer_ids": layer_ids},
         "disk": _disk(config, amount, shape),
         "hours": _hours(config, amount, target, shape, replace(rates, gpus=gpus)),
-        "gpu": {"bytes": gpu_bytes, "of": where, "count": gpus, "training": _gpu(config, amount, shape)},
+        "gpu": {"bytes": gpu_bytes, "of": where, "count": gpus, "training": _gpu(config, amount, shape, gpus)},
         "host": {"capture_bytes": _host(config), "bytes": psutil.virtual_memory().total},
     }
     return {**plan, "problems": _problems(config, amount, shape, plan)}
@@ -159,6 +159,8 @@ def _hours(config: Config, amount: Amount, target: Target, shape: DraftShape, ra
         capture = int(config.capture.data_parallel) / (H200_CAPTURE_FIXED + H200_CAPTURE_PER_PARAMETER * active)
     if train is None:
         train = rates.gpus * H200_TRAINING_FLOPS / training_flops(shape, _workload(config, amount))
+    products = "with bf16 products " if config.train.matmul == "fp8" else ""
+    train_from = f"measured {products}on an H200 (benchmarks/training), scaled by the work"
     once, epochs = amount.tokens, config.train.epochs
     trained = amount.tokens * amount.train_share * epochs
     if config.capture.mode == "spool":  # the held-out samples once, the others in every epoch
@@ -167,7 +169,7 @@ def _hours(config: Config, amount: Amount, target: Target, shape: DraftShape, ra
         "capture": once / capture / 3600, "capture_tokens": once, "capture_rate": capture,
         "capture_rate_of": "stated" if rates.capture else "measured on H200s, scaled by the target",
         "train": trained / train / 3600, "train_tokens": round(trained), "train_rate": train,
-        "train_rate_of": "stated" if rates.train else "measured on an H200 (benchmarks/training), scaled by the work",
+        "train_rate_of": "stated" if rates.train else train_from,
     }  # fmt: skip
 
 
@@ -183,8 +185,10 @@ def _workload(config: Config, amount: Amount) -> Workload:
     )
 
 
-def _gpu(config: Config, amount: Amount, shape: DraftShape) -> dict[str, float]:
-    return {**training_memory(shape, _workload(config, amount)), "CUDA": _CUDA_BYTES}
+def _gpu(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> dict[str, float]:
+    parts = {**training_memory(shape, _workload(config, amount)), "CUDA": _CUDA_BYTES}
+    # Several processes exchange gradients in buckets as large as all of them.
+    return parts if gpus == 1 else {**parts, "exchange of gradients": 4.0 * sum(draft_parameters(shape).values())}
 
 
 def _host(config: Config) -> int:

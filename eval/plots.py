@@ -46,8 +46,9 @@ def plot_positions(report: dict[str, Any], file: Path) -> bool:
     for i, name in enumerate(dict.fromkeys(r["set"] for r in rows)):
         mine = [r for r in rows if r["set"] == name]
         rates = np.average([r["per_position"] for r in mine], axis=0, weights=[max(1, r["drafts"]) for r in mine])
-        colour = _SERVED if name == "held_out" else _COLOURS[(i + 1) % len(_COLOURS)]
-        axes.plot(positions, rates, "s--", color=colour, label=f"served, {_text(name)}", ms=4)
+        others = [c for c in _COLOURS if c not in (_REPLAYED, _SERVED)]
+        colour = _SERVED if name == "held_out" else others[i % len(others)]
+        axes.plot(positions, rates, "s--", color=colour, label=f"served, {_text(name)}", ms=4, zorder=4)
     axes.set(xlabel="drafted position", ylabel="share of rounds accepted", ylim=(0, 1), title=f"K = {k}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(figure, axes, file)

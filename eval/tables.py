@@ -9,7 +9,8 @@ def summaries(report: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         `by_set`: acceptance length of every set (rows) at every K and temperature (columns), all passes together;
-        `by_concurrency`: speed-up, geometric mean over the sets, at every concurrency (rows), K and temperature.
+        `by_concurrency`: speed-up, geometric mean over the sets, at every concurrency (rows), K and temperature;
+        `headline`: the fastest row of the first set at the first temperature; None where nothing was served.
     """
     served = report["served"]
     columns = list(dict.fromkeys((r["temperature"], r["k"]) for r in served))
@@ -17,7 +18,9 @@ def summaries(report: dict[str, Any]) -> dict[str, Any]:
     many = list(dict.fromkeys(r["concurrency"] for r in served))
     by_set = [(name, [_length(_rows(served, c, set=name)) for c in columns]) for name in sets]
     speeds = [(n, [_speedup(_rows(served, c, concurrency=n)) for c in columns]) for n in many]
-    return {"columns": columns, "by_set": by_set, "by_concurrency": speeds}
+    first = [r for r in served if (r["set"], r["temperature"]) == (served[0]["set"], served[0]["temperature"])]
+    headline = max(first, key=lambda r: r["speedup"] or 0.0, default=None)
+    return {"columns": columns, "by_set": by_set, "by_concurrency": speeds, "headline": headline}
 
 
 def _rows(served: list[dict[str, Any]], column: tuple[float, int], **wanted: Any) -> list[dict[str, Any]]:

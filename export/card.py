@@ -157,7 +157,7 @@ def _data(samples: dict[str, Any] | None) -> str:
         said += f", {samples['tokens']:,} tokens, {samples['reply_tokens']:,} of them the target's replies"
     for key, which in (("coverage_train", "trained on"), ("coverage_eval", "held out")):
         if samples.get(key) is not None:
-            said += f"; the draft's vocabulary covers {samples[key]:.1%} of the reply tokens {which}"
+            said += f", {samples[key]:.1%} of those {which} in its vocabulary"
     return said + "."
 
 
@@ -171,6 +171,6 @@ def _training(facts: Facts) -> str:
         else "on replies that came with the sources"
     )
     return (
-        f"{facts.training['total_steps']:,} optimizer steps of {config.train.tokens_per_batch:,} packed tokens, "
+        f"{facts.training['step']:,} optimizer steps of {config.train.tokens_per_batch:,} packed tokens, "
         f"{config.train.ttt_steps} steps of training-time test, loss `{config.train.loss}`, {written}."
     )

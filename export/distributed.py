@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -62,7 +63,7 @@ def load_distributed(folder: Path) -> dict[str, Tensor]:
     state: dict[str, Any] = {n: _empty(reader.metadata.state_dict_metadata[n]) for n in ours}
     try:
         load(state, storage_reader=reader, no_dist=True)
-    except Exception as error:  # torch wraps what its readers raise in types of its own
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"{folder}: missing or damaged ({(str(error).strip() or type(error).__name__).splitlines()[0]}).",
             "Copy the checkpoint again, whole.",

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftsmith.core.batch import Batch
 from draftsmith.core.checkpoint import build_objective
 from draftsmith.core.config import Config
+from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_probe import WORKER, FirstDraft, draft_chain, probe_first_drafts, read_first_drafts
 from draftsmith.core.engine import has_cuda, in_engine_process, vllm_engine
 from draftsmith.core.objective import Objective
@@ -24,6 +25,8 @@ from draftsmith.core.target import Target
 from draftsmith.export.draft import Draft
 from draftsmith.export.verify import Check
 from draftsmith.hidden_state_capture.reader import HiddenStateStore, StoredSample
+
+_FEW_DRAFTS = 3
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,57 @@ def choose_turns(store: HiddenStateStore, count: int) -> list[Turn]:
     return [_first_turn(store[n]) for n in numbers[::step][:count]]
 
 
+def observe(
+    config: Config, target: Target, folder: Path, num_aux: int, prompts: list[list[int]], limits: list[int]
+) -> tuple[list[FirstDraft], list[Served]]:
+    """Start vLLM with a draft folder, in a process of its own, and look at its drafts.
+
+    Args:
+        config: the run's config.
+        target: resolved target.
+        folder: the draft.
+        num_aux: auxiliary states that it reads.
+        prompts: token ids.
+        limits: longest reply to each; none: nothing is served beyond the first round.
+
+    Raises:
+        StageFailed: the engine did not start or died.
+    """
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-probe-") as scratch:
+        next_ids, served = in_engine_process(_observe, config, target, prompts, limits, folder.resolve(), Path(scratch))
+        return read_first_drafts(Path(scratch), next_ids, num_aux), served
+
+
+def agreement(
+    draft: DraftModel, target_ids: Tensor, prompts: list[list[int]], first: list[FirstDraft]
+) -> dict[str, Any]:
+    """The engine's drafts against our model's, fed the engine's own states; up to the first token that differs.
+
+    Returns:
+        `relative_error` of the logits (Frobenius; None where no hook saw them) over `drafts` rows, and how many of
+        `compared` tokens are `equal`.
+    """
+    off = size = 0.0
+    drafts = equal = compared = 0
+    for prompt, seen in zip(prompts, first, strict=True):
+        ids, k = [*prompt, seen.next_id], len(seen.tokens_K)
+        tokens, logits = draft_chain(draft, target_ids, seen.aux_TAH, ids, k)
+        for j in range(k):
+            if seen.logits_KV is not None:
+                off += float((seen.logits_KV[j] - logits[j]).square().sum())
+                size, drafts = size + float(logits[j].square().sum()), drafts + 1
+            compared += 1
+            if tokens[j] != seen.tokens_K[j]:
+                break  # from here on they are fed different tokens
+            equal += 1
+    error = (off / size) ** 0.5 if size else None
+    return {"relative_error": error, "drafts": drafts, "equal": equal, "compared": compared}
+
+
 def served_checks(
     config: Config, target: Target, draft: Draft, norm_form: str, folder: Path, turns: list[Turn]
 ) -> list[Check]:
-    """Start vLLM with the exported folder and compare it with the trainer.
+    """Compare vLLM, given the exported folder, with the trainer.
 
     Args:
         config: the run's config.
@@ -66,11 +116,8 @@ def served_checks(
     Raises:
         StageFailed: the engine did not start or died.
     """
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-probe-") as scratch:
-        limits = [min(config.data.sampling.max_tokens, config.data.max_length - len(t.prompt)) for t in turns]
-        prompts = [t.prompt for t in turns]
-        next_ids, served = in_engine_process(_observe, config, target, prompts, limits, folder.resolve(), Path(scratch))
-        first = read_first_drafts(Path(scratch), next_ids, draft.shape.num_aux)
+    limits = [min(config.data.sampling.max_tokens, config.data.max_length - len(t.prompt)) for t in turns]
+    first, served = observe(config, target, folder, draft.shape.num_aux, [t.prompt for t in turns], limits)
     objective = build_objective(target, draft.shape, draft.target_ids, norm_form)
     objective.draft.load_state_dict({k: v.float() for k, v in draft.tensors.items()})
     device = torch.device("cuda" if has_cuda() else "cpu")
@@ -120,7 +167,7 @@ def _observe(
         "speculative_config": {"method": "eagle3", "model": str(folder), "num_speculative_tokens": k},
     }
     with vllm_engine(config.target, target, **args) as llm:
-        return probe_first_drafts(llm, prompts, scratch), _serve(llm, prompts, limits)
+        return probe_first_drafts(llm, prompts, scratch), _serve(llm, prompts, limits) if limits else []
 
 
 def _serve(llm: Any, prompts: list[list[int]], limits: list[int]) -> list[Served]:
@@ -172,22 +219,13 @@ def _served_logits_check(
     config: Config, objective: Objective, draft: Draft, turns: list[Turn], first: list[FirstDraft]
 ) -> Check:
     """On the engine's own states, does its draft compute the trainer's logits?"""
-    bound, off, size, rows = config.export.max_served_logit_error, 0.0, 0.0, 0
-    for turn, seen in zip(turns, first, strict=True):
-        if seen.logits_KV is None:
-            continue
-        ids = [*turn.prompt, seen.next_id]
-        tokens, logits = draft_chain(objective.draft, draft.target_ids, seen.aux_TAH, ids, len(seen.tokens_K))
-        for j in range(len(seen.logits_KV)):
-            off += float((seen.logits_KV[j] - logits[j]).square().sum())
-            size, rows = size + float(logits[j].square().sum()), rows + 1
-            if tokens[j] != seen.tokens_K[j]:
-                break  # from here on they are fed different tokens
-    if not rows:
+    bound = config.export.max_served_logit_error
+    measured = agreement(objective.draft, draft.target_ids, [t.prompt for t in turns], first)
+    error = measured["relative_error"]
+    if error is None:
         return Check("served logits", None, None, bound, "the engine computed its logits where no hook sees them")
-    error = (off / size) ** 0.5
-    detail = f"the engine's draft logits are off by {error:.4f} over {rows} drafts (export.max_served_logit_error)"
-    return Check("served logits", error <= bound, {"relative_error": error, "drafts": rows}, bound, detail)
+    said = f"the engine's draft logits are off by {error:.4f} over {measured['drafts']} drafts"
+    return Check("served logits", error <= bound, measured, bound, f"{said} (export.max_served_logit_error)")
 
 
 def _tokens_check(
@@ -245,4 +283,6 @@ def _acceptance_check(
         # Sampled replies, or a GPU's batches: replay knows the old replies only.
         reason = f"only {len(same)} of {len(turns)} replies are the samples' again; not judged ({shown})"
         return Check("served acceptance", None, measured, bound, reason)
-    return Check("served acceptance", abs(gap) <= bound, measured, bound, f"acceptance length {shown}")
+    # Where rounds are few, one draft that falls to the other side of a tie is more than the bound.
+    within = abs(gap) <= bound or abs(theirs[0] - ours[0]) <= _FEW_DRAFTS
+    return Check("served acceptance", within, measured, bound, f"acceptance length {shown}")

@@ -120,9 +120,13 @@ def _why_not_served(config: Config, checks: list[Check]) -> str:
         return "not run: export.verify is offline"
     if config.export.layer_id_convention != "vllm":
         return "not run: the layer ids are SGLang's, which vLLM would read as other layers"
-    if importlib.util.find_spec("vllm") is None:
+    if not _vllm_installed():
         return "not run: vLLM is not installed"
     return ""
+
+
+def _vllm_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
 
 
 def _keep_failed(failed: Path, folder: Path, proof: dict[str, Any]) -> None:

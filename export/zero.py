@@ -52,7 +52,7 @@ def load_zero(folder: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, ValueError, KeyError, AssertionError, NotImplementedError, EOFError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{tagged}: missing or damaged ({reason}).", "It needs the files of every rank.") from None
-    return {_name(name): tensor for name, tensor in tensors.items()}
+    return {_name(name): tensor.detach() for name, tensor in tensors.items()}
 
 
 def _tag_folder(folder: Path) -> Path | None:

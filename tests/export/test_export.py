@@ -6,18 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drafts import LLAMA3, YARN, make_checkpoint, make_shape
-from safetensors.torch import load_file, save_file
 
-from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
 from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.draft_shape import resolve_shape
-from draftsmith.core.errors import StageFailed, UserError
-from draftsmith.core.run import RunFolder
 from draftsmith.core.target import resolve_target
 from draftsmith.export.contract import find_problems, required_tensors
 from draftsmith.export.draft import Draft, from_checkpoint
 from draftsmith.export.layout import draft_tensors, plain_config, write_draft
-from draftsmith.export.stage import export
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -264,91 +259,3 @@ def test_a_minimax_target_resolves_to_a_draft_that_vllm_knows(make_config, tmp_p
     assert target.hf_config.rope_parameters["partial_rotary_factor"] == 0.5
     assert "partial_rotary_factor" not in shape.rope
     assert config_of(shape, target)["architectures"] == ["Eagle3MiniMaxM2ForCausalLM"]
-
-
-# ---- the stage -------------------------------------------------------------------------------------------------------
-
-
-def test_an_export_is_proven_and_is_the_final_checkpoint(trained_run):
-    export(trained_run)
-    run = RunFolder.of(trained_run)
-    draft, checkpoint = read_draft_folder(run.export), read_checkpoint(final_checkpoint(run, "test"))
-    assert draft.shape == checkpoint.shape and draft.layer_ids == [3, 4, 5]
-    assert torch.equal(draft.tensors["fc.weight"], checkpoint.tensors["fc.weight"].bfloat16().float())
-    proof = json.loads((run.export / "verification.json").read_text())
-    assert proof["passed"] is True and proof["problems"] == []
-    assert proof["served"] == "not run: export.verify is offline"
-    contract, logits = proof["checks"]
-    assert (contract["name"], contract["passed"]) == ("contract", True)
-    assert 0 < logits["measured"]["relative_error"] < logits["bound"]["relative_error"] == 0.02
-    assert logits["measured"]["rows"] > 0
-    manifest = json.loads((run.export / "manifest.json").read_text())
-    assert manifest["checkpoint"] == "step-0000011"
-    assert sorted(p.name for p in run.export.iterdir()) == [
-        "README.md", "config.json", "manifest.json", "model.safetensors", "verification.json",
-    ]  # fmt: skip
-
-
-def test_a_finished_export_is_left_alone(trained_run, tree_of):
-    export(trained_run)
-    before = tree_of(RunFolder.of(trained_run).root)
-    export(trained_run)
-    assert tree_of(RunFolder.of(trained_run).root) == before
-
-
-def test_an_export_of_another_training_is_refused(trained_run, changed):
-    export(trained_run)
-    run = RunFolder.of(trained_run)
-    tensors = load_file(run.checkpoints / "step-0000011/draft.safetensors")
-    tensors["fc.weight"] += 1
-    save_file(tensors, run.checkpoints / "step-0000011/draft.safetensors")
-    with pytest.raises(UserError, match=r"weights_sha256 is .* Choose another run.name, or .*export --fresh"):
-        export(trained_run)
-
-
-def test_an_export_that_is_off_fails_and_leaves_no_folder(trained_run, changed):
-    with pytest.raises(StageFailed, match=r"reloaded logits are off by .*export\.max_logit_error"):
-        export(changed(trained_run, export={"max_logit_error": 1e-9}))
-    run = RunFolder.of(trained_run)
-    assert not run.export.exists() and not list(run.root.glob(".tmp*"))
-    failed = run.root / "export-failed"
-    assert json.loads((failed / "verification.json").read_text())["passed"] is False
-    assert read_draft_folder(failed).layer_ids == [3, 4, 5]  # kept whole, to be looked at
-    assert "A check failed: do not serve" in (failed / "README.md").read_text()
-    export(trained_run)
-    assert run.export.is_dir() and not failed.exists()
-
-
-def test_a_fresh_export_that_fails_leaves_the_old_one(trained_run, changed, tree_of):
-    export(trained_run)
-    run = RunFolder.of(trained_run)
-    before = tree_of(run.export)
-    with pytest.raises(StageFailed):
-        export(changed(trained_run, export={"max_logit_error": 1e-9}), fresh=True)
-    assert tree_of(run.export) == before
-
-
-def test_an_incomplete_checkpoint_fails_by_name_and_leaves_no_folder(trained_run):
-    file = RunFolder.of(trained_run).checkpoints / "step-0000011/draft.safetensors"
-    tensors = load_file(file)
-    del tensors["midlayer.hidden_norm.weight"]
-    save_file(tensors, file)
-    with pytest.raises(StageFailed, match=r"missing tensor midlayer\.hidden_norm\.weight"):
-        export(trained_run)
-    assert not RunFolder.of(trained_run).export.exists()
-
-
-def test_an_unfinished_training_is_not_exported(trained_run):
-    state = RunFolder.of(trained_run).checkpoints / "step-0000011/state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "step": 7}))
-    with pytest.raises(UserError, match=r"training stopped at step 7 of 11.*Run `draftsmith train` again"):
-        export(trained_run)
-
-
-def test_the_card_says_how_to_serve_and_what_the_draft_is(trained_run, changed):
-    export(trained_run)
-    card = (RunFolder.of(trained_run).export / "README.md").read_text()
-    assert '"num_speculative_tokens": 1' in card and "after layers 3, 4, 5" in card
-    assert "Not compared on a server (not run: export.verify is offline)" in card
-    assert "| contract | passed |" in card and "20 samples for training and 4 held out" in card
-    assert "Acceptance" not in card  # nothing has been measured yet
