@@ -138,6 +138,7 @@ def spool_inputs(config: Config, states: dict[str, Any]) -> dict[str, Any]:
         "states": states["inputs"],
         "shard_bytes": config.capture.shard_bytes,
         "tokens_per_batch": config.train.tokens_per_batch,
+        "grad_accum_steps": config.train.grad_accum_steps,
         "epochs": config.train.epochs,
         "seed": config.run.seed,
     }
