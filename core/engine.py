@@ -7,6 +7,7 @@
 Works with vLLM 0.24 to 0.33, on CUDA and on CPU. `kill -9` of the stage takes the engine with it.
 """
 
+import functools
 import importlib.util
 import itertools
 import logging
@@ -17,7 +18,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,25 +50,42 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         UserError, StageFailed: as `work` raised them.
         StageFailed: the process died (out of memory, a crash in native code).
     """
-    pool = ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
-    )
-    group = pool.submit(os.getpgrp).result()
+    return in_engine_processes([functools.partial(work, *args, **kwargs)])[0]
+
+
+def in_engine_processes(works: Sequence[Callable[[], T]]) -> list[T]:
+    """Run every work in a fresh process of its own, side by side, and return their results.
+
+    Args:
+        works: partials of module-level functions; they and their results must be picklable.
+
+    Raises:
+        UserError, StageFailed: as the first one to fail raised them; the others are ended.
+        StageFailed: a process died (out of memory, a crash in native code).
+    """
+    context = multiprocessing.get_context("spawn")
+    pools = [ProcessPoolExecutor(1, mp_context=context, initializer=lead_group, initargs=(os.getpid(),)) for _ in works]
+    groups = [started.result() for started in [pool.submit(os.getpgrp) for pool in pools]]
     try:
-        result = pool.submit(work, *args, **kwargs).result()
-        pool.shutdown()  # the process ends by itself and frees what it shares with us
-        return result
+        running = [pool.submit(work) for pool, work in zip(pools, works, strict=True)]
+        wait(running, return_when=FIRST_EXCEPTION)
+        for future in [f for f in running if f.done()]:
+            future.result()
+        for pool in pools:
+            pool.shutdown()  # the process ends by itself and frees what it shares with us
+        return [future.result() for future in running]
     except BrokenProcessPool:
         raise StageFailed(
-            f"the engine process of `{work.__name__}` died without a message (killed, or out of memory); "
+            "the engine process died without a message (killed, or out of memory); "
             "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
         ) from None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
-def _lead_group(parent: int) -> None:
+def lead_group(parent: int) -> None:
     """Make a process group of this process and its children that does not outlive `parent`.
 
     vLLM's own children are not tied to us: after `kill -9` they would hold the accelerator's memory for ever. A
