@@ -46,6 +46,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        if vllm_config.cache_config.enable_prefix_caching:
+            raise ValueError("prefix caching is on: cached tokens would have no states (--no-enable-prefix-caching)")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._folder, self._extra = Path(extra["folder"]), extra
         self._num_states = len(extra["layer_ids"])
@@ -71,11 +73,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         # An aborted request has not been computed to its end: its blocks hold some other request's states.
         if not params or "sample_id" not in params or request.num_computed_tokens < len(ids):
             return False, None
-        if request.num_cached_tokens > 0:
-            raise RuntimeError(
-                f"sample {params['sample_id']}: {request.num_cached_tokens} of its tokens came from the prefix cache "
-                "and have no states; start the engine with enable_prefix_caching off"
-            )
         rows = SampleRows.of(params["sample_id"], ids, params["loss_spans"], params.get("save_to"))
         self._finished.append(Held(request.request_id, list(block_ids), rows))
         return True, None

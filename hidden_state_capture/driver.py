@@ -174,7 +174,7 @@ def connector_args(job: Job, writer: dict[str, Any], clean: bool = False) -> dic
             "kv_connector_module_path": "draftsmith.hidden_state_capture.connector",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
-                "folder": str(job.folder.resolve()),
+                "folder": str(job.folder.absolute()),
                 "layer_ids": ids,
                 "gather_bytes": capture.gather_bytes,
                 "clean": clean,

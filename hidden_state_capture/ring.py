@@ -74,5 +74,4 @@ class HostRing:
             if self.nbytes - end >= nbytes:
                 return end
             end = 0
-        # Strictly less: a full ring would look like an empty one.
-        return end if oldest - end > nbytes else None
+        return end if oldest - end >= nbytes else None
