@@ -1,7 +1,7 @@
 """Are captured states the same whatever the engine does around them?
 
-    python benchmarks/capture/check.py --only smollm2                    # many at once and in chunks, against one by one
-    python benchmarks/capture/check.py --only minimax4 --tp 2            # two GPUs against one
+    python benchmarks/capture/check.py --only smollm2            # many at once and in chunks, against one by one
+    python benchmarks/capture/check.py --only minimax4 --tp 2    # two GPUs against one
 
 Prints the relative error of every layer's rows between the two captures, median and largest.
 """
