@@ -283,6 +283,14 @@ class CaptureConfig(Section):
         ge=1024,
         description="States that may wait in host memory for the disk before the engine waits.",
     )
+    writer_threads: PositiveInt | None = Field(
+        None,
+        description="Threads of an engine that hash and write, each into a shard of its own; null: half of the cores "
+        "and 8 at most, 1 without a GPU.",
+    )
+    gather_bytes: int = Field(
+        128 * 1024**2, ge=1024, description="GPU memory that the gathering of finished samples may take at once."
+    )
     max_batched_tokens: PositiveInt = Field(8192, description="Tokens the engine prefills in one step.")
     max_num_seqs: PositiveInt = Field(256, description="Sequences the engine holds at once.")
     max_rejected_share: Share = Field(

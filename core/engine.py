@@ -7,6 +7,7 @@
 Works with vLLM 0.24 to 0.33, on CUDA and on CPU. `kill -9` of the stage takes the engine with it.
 """
 
+import functools
 import importlib.util
 import itertools
 import logging
@@ -17,7 +18,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,39 +50,56 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         UserError, StageFailed: as `work` raised them.
         StageFailed: the process died (out of memory, a crash in native code).
     """
-    with engine_process(work, *args, **kwargs) as running:
-        return outcome(running, work.__name__)
+    return in_engine_processes([functools.partial(work, *args, **kwargs)])[0]
+
+
+def in_engine_processes(works: Sequence[Callable[[], T]]) -> list[T]:
+    """Run every work in a fresh process of its own, side by side, and return their results.
+
+    Args:
+        works: partials of module-level functions; they and their results must be picklable.
+
+    Raises:
+        UserError, StageFailed: as the first one to fail raised them; the others are ended.
+        StageFailed: a process died (out of memory, a crash in native code).
+    """
+    with engine_processes(works) as running:
+        wait(running, return_when=FIRST_EXCEPTION)
+        for future in [f for f in running if f.done()]:
+            outcome(future)
+        return [outcome(future) for future in running]
 
 
 @contextmanager
-def engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[T]]:
-    """`work` as `in_engine_process` runs it, beside the block; what is not done at the block's end is ended."""
-    pool = ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
-    )
-    group = pool.submit(os.getpgrp).result()
-    running = pool.submit(work, *args, **kwargs)
+def engine_processes(works: Sequence[Callable[[], T]]) -> Iterator[list[Future[T]]]:
+    """As `in_engine_processes`, beside the block; what is not done at the block's end is ended."""
+    context = multiprocessing.get_context("spawn")
+    pools = [ProcessPoolExecutor(1, mp_context=context, initializer=lead_group, initargs=(os.getpid(),)) for _ in works]
+    groups = [started.result() for started in [pool.submit(os.getpgrp) for pool in pools]]
+    running = [pool.submit(work) for pool, work in zip(pools, works, strict=True)]
     try:
         yield running
+        if all(future.done() and not future.exception() for future in running):
+            for pool in pools:
+                pool.shutdown()  # the process ends by itself and frees what it shares with us
     finally:
-        if running.done() and not running.exception():
-            pool.shutdown()  # the process ends by itself and frees what it shares with us
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
-def outcome(running: Future[T], name: str) -> T:
-    """Wait for the result of an `engine_process`; raises as `in_engine_process` does."""
+def outcome(running: Future[T]) -> T:
+    """Wait for the result of an engine's process; raises as `in_engine_processes` does."""
     try:
         return running.result()
     except BrokenProcessPool:
         raise StageFailed(
-            f"the engine process of `{name}` died without a message (killed, or out of memory); "
+            "the engine process died without a message (killed, or out of memory); "
             "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
         ) from None
 
 
-def _lead_group(parent: int) -> None:
+def lead_group(parent: int) -> None:
     """Make a process group of this process and its children that does not outlive `parent`.
 
     vLLM's own children are not tied to us: after `kill -9` they would hold the accelerator's memory for ever. A

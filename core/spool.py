@@ -31,7 +31,7 @@ POLL_SECONDS = 0.05
 # A reader of a lock holds it for an instant; who takes it tries again for this long.
 _TAKE_SECONDS = 2.0
 # Upper bounds of what surrounds the states: the shard's header, and a sample's row in the sidecar.
-_HEADER_BYTES, _ROW_BYTES = 1024, 512
+_HEADER_BYTES, _ROW_BYTES = 5120, 512
 
 
 @dataclass(frozen=True)

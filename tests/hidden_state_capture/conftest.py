@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter
+from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, WriterConfig
 
 GIB = 1024**3
 
@@ -26,4 +26,4 @@ def sample(random_states: Callable[..., torch.Tensor]) -> Callable[..., SampleSt
 @pytest.fixture
 def writer(tmp_path: Path) -> ShardWriter:
     """Writes into one shard, and never waits."""
-    return ShardWriter(tmp_path / "states", GIB, GIB)
+    return ShardWriter(tmp_path / "states", WriterConfig(GIB, GIB))
