@@ -16,6 +16,8 @@ import typer
 from safetensors import SafetensorError
 
 from draftsmith.core.atomic import remove, write_text
+from draftsmith.core.cli_plan import plan
+from draftsmith.core.cli_store import store_app
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
 from draftsmith.core.errors import StageFailed, UserError
@@ -29,6 +31,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look at the samples of a run.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(store_app, name="store")
+app.command()(plan)
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output and make it again.")]

@@ -256,7 +256,11 @@ class CaptureConfig(Section):
         "auto",
         description="Auxiliary layers by vLLM's ids (k: the residual stream after k layers). auto: 2, n//2, n-3.",
     )
-    storage: Literal["bf16"] = Field("bf16", description="Number format of the states on disk.")
+    storage: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="Number format of the states on disk. fp8: e4m3 with a scale for every token and layer, half the "
+        "bytes.",
+    )
     mode: Literal["store"] = Field("store", description="store: all states are written before training starts.")
     spool_bytes: None = Field(None, description="Only null for now: the spool is not built yet.")
     data_parallel: Literal[1] = Field(1, description="Engines side by side; only 1 for now.")

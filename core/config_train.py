@@ -80,6 +80,11 @@ class TrainConfig(Section):
         description="fused: the hand-written GPU pass; eager: plain PyTorch, its reference. auto: fused on a GPU in "
         "bfloat16.",
     )
+    matmul: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="Matrix products of the fused pass. fp8: operands in float8 with a scale each, on GPUs that have "
+        "it (compute capability 8.9 or higher); sums, weights and norms stay float32.",
+    )
     logits_bytes: int = Field(
         4 * 1024**3, ge=1024, description="The fused pass holds at most about this many bytes of the draft's logits."
     )

@@ -16,13 +16,12 @@ from draftsmith.core.engine import engine_dtype
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.manifest import write_manifest
 from draftsmith.core.progress import say
-from draftsmith.core.store import INDEX, INDEX_SCHEMA
+from draftsmith.core.store import INDEX, INDEX_SCHEMA, INPUTS, PROBE
 from draftsmith.core.target import Target
 from draftsmith.hidden_state_capture.shard import committed_shards, rejected_samples
 from draftsmith.hidden_state_capture.todo import Head
 
 # What a capture in progress leaves for its continuation; the manifest takes their place.
-INPUTS, PROBE = "inputs.json", "probe.json"
 _PROGRESS = (INPUTS, PROBE, "connector.json", "failure.json", "shard-*.json", "rejected-*.json", ".tmp*")
 
 

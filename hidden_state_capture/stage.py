@@ -14,9 +14,10 @@ from draftsmith.core.errors import StageFailed
 from draftsmith.core.manifest import check_inputs, manifest_hash, read_manifest, require_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
+from draftsmith.core.store import INPUTS
 from draftsmith.core.target import Target, resolve_layer_ids, resolve_target
 from draftsmith.hidden_state_capture.driver import Job
-from draftsmith.hidden_state_capture.finish import INPUTS, Captured, check_rejected, clear_progress, finish
+from draftsmith.hidden_state_capture.finish import Captured, check_rejected, clear_progress, finish
 from draftsmith.hidden_state_capture.local import capture_locally
 from draftsmith.hidden_state_capture.shard import (
     committed_shards,

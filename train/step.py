@@ -64,7 +64,8 @@ class TrainingStep(nn.Module):
         if self.fused_dtype is not None and work.layout is not None:
             from draftsmith.core.fused.objective import fused_loss
 
-            return fused_loss(self.objective, work.batch, work.layout, weights_J, self.fused_dtype)
+            fp8 = self.config.matmul == "fp8"
+            return fused_loss(self.objective, work.batch, work.layout, weights_J, self.fused_dtype, fp8)
         sums: StepSums = self.objective(work.batch, self.config.ttt_steps)
         return (weights_J * sums.loss_J).sum(), replace(sums, loss_J=sums.loss_J.detach())
 
@@ -87,17 +88,35 @@ def fused_dtype(config: TrainConfig, shape: DraftShape, device: torch.device, ha
         half: whether products are in bfloat16.
 
     Raises:
-        UserError: `kernels: fused` where the pass cannot run.
+        UserError: `kernels: fused` where the pass cannot run, or `matmul: fp8` where its products cannot.
     """
+    if config.matmul == "fp8":
+        _require_fp8(config, shape, device, half)
     fits = shape.head_dim in (16, 32, 64, 128)
-    if config.kernels == "eager" or (config.kernels == "auto" and not (fits and half and device.type == "cuda")):
+    if config.kernels == "eager" or (
+        config.kernels == "auto" and config.matmul == "bf16" and not (fits and half and device.type == "cuda")
+    ):
         return None
     if device.type != "cuda":
         raise UserError("train.kernels is fused, and there is no GPU here.", "Set train.kernels to auto.")
     if not fits:
         raise UserError(
-            f"train.kernels is fused, and the draft's head_dim is {shape.head_dim}; the kernels are built for 16, 32, "
-            "64 or 128.",
-            "Set draft.head_dim to one of these, or train.kernels to eager.",
+            f"the fused pass was asked for, and the draft's head_dim is {shape.head_dim}; its kernels are built for "
+            "16, 32, 64 or 128.",
+            "Set draft.head_dim to one of these, or train.kernels to eager and train.matmul to bf16.",
         )
     return torch.bfloat16 if half else torch.float32
+
+
+def _require_fp8(config: TrainConfig, shape: DraftShape, device: torch.device, half: bool) -> None:
+    """Float8 products belong to the fused pass in bfloat16, on a GPU that has them."""
+    from draftsmith.core.fused.fp8 import MULTIPLE, odd_sizes
+
+    mend = "Set train.matmul to bf16."
+    if config.kernels == "eager" or not half:
+        raise UserError("train.matmul is fp8, which the fused pass in bfloat16 has and the eager one has not.", mend)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError("train.matmul is fp8, and this machine has no GPU of compute capability 8.9 or higher.", mend)
+    if odd := odd_sizes(shape):
+        sizes = ", ".join(f"{name} = {size}" for name, size in odd.items())
+        raise UserError(f"train.matmul is fp8, whose sizes are multiples of {MULTIPLE}; the draft has {sizes}.", mend)

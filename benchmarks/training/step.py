@@ -8,12 +8,14 @@ Prints one JSON line a measurement: the median of --repeat steps after --warmup,
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
+from functools import partial
 
 import torch
-from workload import conversations, dense
+from workload import conversations, dense, equal
 
 from draftsmith.core.batch import Batch
 from draftsmith.core.config_train import TrainConfig
@@ -56,7 +58,7 @@ def build(draft_vocab: int, device: str) -> Objective:
 
 def documents(workload: str, tokens: int, seed: int) -> list[tuple[int, int]]:
     """(length, first supervised token) of every document."""
-    made = dense(tokens) if workload == "dense" else conversations(tokens, seed)
+    made = {"dense": dense, "equal": equal, "conversations": partial(conversations, seed=seed)}[workload](tokens)
     return [(d.length, d.reply_start) for d in made]
 
 
@@ -82,19 +84,19 @@ def make_batch(docs: list[tuple[int, int]]) -> Batch:
     )
 
 
-def measure(args: argparse.Namespace, tokens: int) -> dict[str, object]:
+def measure(args: argparse.Namespace, tokens: int, ttt: int) -> dict[str, object]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     objective = build(args.vocab, "cuda")
     optimizer = torch.optim.AdamW(objective.draft.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    label_rows = max(1, args.logits_bytes // (2 * args.ttt * args.vocab))
+    label_rows = max(1, args.logits_bytes // (2 * ttt * args.vocab))
     batch = make_batch(documents(args.workload, tokens, 0))
-    layout = lay_out(batch, args.ttt, label_rows).to(torch.device("cuda"))
+    layout = lay_out(batch, ttt, label_rows).to(torch.device("cuda"))
     batch = batch.to(torch.device("cuda"))
-    weights = 0.8 ** torch.arange(args.ttt, device="cuda") / tokens
+    weights = 0.8 ** torch.arange(ttt, device="cuda") / tokens
 
     def step() -> float:
-        loss, _ = fused_loss(objective, batch, layout, weights, torch.bfloat16)
+        loss, _ = fused_loss(objective, batch, layout, weights, torch.bfloat16, args.fp8)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -117,8 +119,10 @@ def measure(args: argparse.Namespace, tokens: int) -> dict[str, object]:
     if args.profile:
         profile(step)
     return {
-        "workload": args.workload, "tokens": batch.num_tokens, "rows": layout.num_rows, "ttt": args.ttt,
-        "draft_vocab": args.vocab, "ms": round(ms, 2), "spread_ms": [round(min(times), 2), round(max(times), 2)],
+        "workload": args.workload, "tokens": batch.num_tokens, "documents": len(batch.sample_ids),
+        "rows": layout.num_rows, "ttt": ttt,
+        "draft_vocab": args.vocab, "matmul": "fp8" if args.fp8 else "bf16",
+        "ms": round(ms, 2), "spread_ms": [round(min(times), 2), round(max(times), 2)],
         "tokens_per_second": round(batch.num_tokens / ms * 1000),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
         "loss": round(float(loss), 4), "warmup_s": round(warm, 1),
@@ -140,10 +144,11 @@ def profile(step: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("workload", choices=["dense", "conversations"])
+    parser.add_argument("workload", choices=["dense", "conversations", "equal"])
     parser.add_argument("tokens", type=int, nargs="+")
-    parser.add_argument("--ttt", type=int, default=7)
+    parser.add_argument("--ttt", type=int, nargs="+", default=[7])
     parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--logits-bytes", type=int, default=TrainConfig().logits_bytes)
     parser.add_argument(
         "--tiles", nargs="*", default=[], help="e.g. GRAD_KV=64,128,8,2,1: rows, keys, warps, stages, tma"
@@ -160,11 +165,11 @@ def main() -> None:
         setattr(tiles, name, tiles.Tiles(rows, keys, warps, stages, bool(tma)))
     if args.logit_block:
         loss_kernels.BLOCK, loss_kernels.WARPS = args.logit_block
-    for tokens in args.tokens:
+    for tokens, ttt in itertools.product(args.tokens, args.ttt):
         try:
-            line = json.dumps(measure(args, tokens))
+            line = json.dumps(measure(args, tokens, ttt))
         except Exception as error:
-            line = json.dumps({"workload": args.workload, "tokens": tokens, "error": str(error)[:300]})
+            line = json.dumps({"workload": args.workload, "tokens": tokens, "ttt": ttt, "error": str(error)[:300]})
         print(line, flush=True)
         if args.out:
             with open(args.out, "a", encoding="utf-8") as file:

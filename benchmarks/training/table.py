@@ -23,6 +23,10 @@ CELLS = [
     ["dense", "8192", "--ttt", "4"],
     ["dense", "4096", "--vocab", "200064"],
     ["conversations", "8192", "65536"],
+    ["dense", "8192", "4096", "--fp8"],
+    ["conversations", "8192", "--ttt", "1", "2", "3", "4", "5", "6", "8"],
+    ["conversations", "4096", "16384", "32768", "49152"],
+    ["equal", "4096", "8192", "16384", "32768", "65536"],
 ]
 # Peers on an H200, dense, trained head where they can (tokens/s); recorded before this project's own measurements.
 PEERS = {
@@ -69,6 +73,28 @@ def draw(files: list[str], png: str) -> None:
     figure.savefig(png, dpi=130, bbox_inches="tight")
 
 
+def lines(files: list[str], png: str) -> None:
+    """Milliseconds of a step against J, packed tokens and documents, each beside the line through its ends."""
+    found = [json.loads(line) for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    found = [x for x in found if "ms" in x and x["draft_vocab"] == 32000 and x.get("matmul", "bf16") == "bf16"]
+    talk = [x for x in found if x["workload"] == "conversations"]
+    panels = {
+        "training-time-test steps J": ("ttt", [x for x in talk if 8000 < x["tokens"] < 8192]),
+        "packed tokens (conversations)": ("tokens", [x for x in talk if x["ttt"] == 7]),
+        "documents of 1,024 tokens": ("documents", [x for x in found if x["workload"] == "equal"]),
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4))
+    for axis, (label, (key, points)) in zip(axes, panels.items(), strict=True):
+        x, y = zip(*sorted((p[key], p["ms"]) for p in points), strict=True)
+        axis.plot([x[0], x[-1]], [y[0], y[-1]], "k--", linewidth=1)
+        axis.plot(x, y, "o")
+        axis.set(xlabel=label, ylim=(0, None), xlim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("ms a step")
+    figure.suptitle("EAGLE3 training step, MiniMax-M2.5 draft, bf16, one H200; dashed: straight", fontsize=10)
+    figure.savefig(png, dpi=130, bbox_inches="tight")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
@@ -77,11 +103,16 @@ def main() -> None:
     two = commands.add_parser("draw")
     two.add_argument("files", nargs="+")
     two.add_argument("--png", required=True)
+    three = commands.add_parser("lines")
+    three.add_argument("files", nargs="+")
+    three.add_argument("--png", required=True)
     args = parser.parse_args()
     if args.command == "measure":
         measure(args.out)
-    else:
+    elif args.command == "draw":
         draw(args.files, args.png)
+    else:
+        lines(args.files, args.png)
 
 
 if __name__ == "__main__":

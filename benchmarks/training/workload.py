@@ -1,6 +1,7 @@
 """The documents that training speed is measured on, the same for draftsmith and for its peers. Numpy only.
 
-`dense(tokens)` is one document, every token of it supervised. `conversations(tokens, seed)` is a packed batch as a
+`dense(tokens)` is one document, every token of it supervised. `equal(tokens)` is documents of
+1,024 tokens. `conversations(tokens, seed)` is a packed batch as a
 training run meets it: conversations of log-normal length whose one reply, the last 60 % of the tokens, is supervised.
 "Supervised" is said of a token that the target wrote: the row before it is the one that has to predict it.
 """
@@ -17,6 +18,7 @@ MEDIAN_LENGTH = 600
 MEAN_LENGTH = 1000
 LONGEST = 8192
 SHORTEST = 16
+EQUAL_LENGTH = 1024
 SUPERVISED_SHARE = 0.6
 FULL_ENOUGH = 0.98  # a packed batch is closed at this share of its budget
 MOST_DRAWS = 10_000
@@ -38,6 +40,11 @@ class Document:
 def dense(tokens: int) -> list[Document]:
     """One document of `tokens` tokens, all supervised."""
     return [Document(tokens, 0)]
+
+
+def equal(tokens: int) -> list[Document]:
+    """Documents of 1,024 tokens, `tokens` of them together; the last 60 % of each supervised."""
+    return [Document(EQUAL_LENGTH, EQUAL_LENGTH - round(SUPERVISED_SHARE * EQUAL_LENGTH))] * (tokens // EQUAL_LENGTH)
 
 
 def conversation_length(generator: np.random.Generator) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.core.batch import Batch
 from draftsmith.core.fused.launch import block
 from draftsmith.core.fused.layout import Layout
-from draftsmith.core.fused.products import add_product, float_product, product
+from draftsmith.core.fused.weights import Weights
 from draftsmith.core.losses import LEAST_LOGIT
 from draftsmith.core.objective import Objective, StepSums
 
@@ -93,10 +93,13 @@ def _overlap(z_row, p_row, lse, size, inverse_temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _judge(
-    Z, P, LABELS, TRUTH, PAIRS, WEIGHTS, LOSS, HITS, first_label, count, size, inverse_temperature, eta,
-    MODE: tl.constexpr, BLOCK: tl.constexpr,
+    Z, P, GRAD, SCALE, LABELS, TRUTH, PAIRS, WEIGHTS, LOSS, HITS, first_label, count, size, grad_width,
+    inverse_temperature, eta, MODE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One pair a program: loss, match, and the logits overwritten by the loss's weighted gradient (core/losses.py)."""
+    """One pair a program: loss, match, and the logits overwritten by the loss's weighted gradient (core/losses.py).
+
+    No element of that gradient is more than its weight / temperature: every loss's is a difference of probabilities.
+    """
     i = tl.program_id(0)
     z_row = Z + i.to(tl.int64) * size
     p_row = P + (tl.load(LABELS + i) - first_label).to(tl.int64) * size
@@ -132,7 +135,10 @@ def _judge(
         if MODE >= 2:
             grad += hard * q * (below - tl.where(q < p, 1.0, 0.0))
         grad = tl.where(z > _LEAST, grad * weight, 0.0)
-        tl.store(z_row + c, grad.to(Z.dtype.element_ty), mask=c < size)
+        if SCALED:  # narrower than the logits: other threads' may lie where this one writes
+            grad /= tl.load(SCALE)
+            tl.debug_barrier()
+        tl.store(GRAD + i.to(tl.int64) * grad_width + c, grad.to(GRAD.dtype.element_ty), mask=c < size)
     tl.store(HITS + pair, ((truth >= 0) & (true_logit == best) & (earlier == 0)).to(tl.float32))
 
 
@@ -156,19 +162,19 @@ class LossPass:
 
 @torch.no_grad()
 def loss_pass(
-    objective: Objective, hidden_JRH: Tensor, head_VH: Tensor, batch: Batch, layout: Layout, weights_J: Tensor | None
+    objective: Objective, hidden_JRH: Tensor, w: Weights, batch: Batch, layout: Layout, weights_J: Tensor | None
 ) -> LossPass:
     """Losses and matches of every pair, and gradients of sum_j weights[j] * loss[j].
 
     Args:
         objective: the loss and the target's head.
         hidden_JRH: normed outputs of all steps.
-        head_VH: the draft's lm_head in the dtype of the products.
+        w: the draft's weights; its lm_head and products are used.
         batch: on the device.
         layout: of the batch.
         weights_J: float32; None: no gradients are wanted.
     """
-    (steps, count, size), vocab, options = hidden_JRH.shape, len(head_VH), objective.loss
+    (steps, count, size), vocab, options = hidden_JRH.shape, objective.draft.shape.draft_vocab_size, objective.loss
     flat = hidden_JRH.view(steps * count, size)
     grad = None if weights_J is None else torch.zeros_like(flat)
     loss, hits = (torch.zeros(steps * count, dtype=torch.float32, device=flat.device) for _ in range(2))
@@ -176,24 +182,26 @@ def loss_pass(
     grad_head: Tensor | None = None
     truth_T = objective.get_buffer("draft_ids")[batch.input_ids_T]
     blocks = min(BLOCK, block(vocab))
+    weights = loss.new_zeros(steps) if weights_J is None else weights_J
+    peak, hidden_peak = weights.abs().max() / options.temperature, w.products.normed(w.norm)
     for chunk in layout.chunks:
         own = slice(chunk.p0, chunk.p1)
         pairs = layout.pairs_P[own]
         probs_MV = _target_probs(objective, batch.last_MH[chunk.m0 : chunk.m1], blocks)
         hidden_PH = flat.index_select(0, pairs)
-        logits_PV = product(hidden_PH, head_VH.T)
-        weights = loss.new_zeros(steps) if weights_J is None else weights_J
+        logits_PV = w.products.forward(hidden_PH, w.head_VH, peak=hidden_peak)
+        into_head, into, scale = w.products.overwriting(logits_PV, peak)
+        truth = truth_T[layout.truth_P[own]]
         _judge[(len(pairs),)](
-            logits_PV, probs_MV, layout.labels_P[own], truth_T[layout.truth_P[own]], pairs, weights, loss, hits,
-            chunk.m0, count, vocab, 1.0 / options.temperature, options.lk_eta, _MODES[options.name], blocks,
-            num_warps=WARPS,
+            logits_PV, probs_MV, into, peak if scale is None else scale, layout.labels_P[own], truth, pairs, weights,
+            loss, hits, chunk.m0, count, vocab, into.stride(0), 1.0 / options.temperature, options.lk_eta,
+            _MODES[options.name], scale is not None, blocks, num_warps=WARPS,
         )  # fmt: skip
         if grad is not None:
-            grad.index_copy_(0, pairs, product(logits_PV, head_VH))
-        if train_head and grad_head is None:
-            grad_head = float_product(logits_PV.T, hidden_PH)
-        elif grad_head is not None:
-            add_product(grad_head, logits_PV.T, hidden_PH)
+            into_head = w.products.overwritten(into_head, train_head)
+            grad.index_copy_(0, pairs, w.products.into_input(into_head, w.head_VH))
+            if train_head:
+                grad_head = w.products.into_weight(grad_head, into_head, hidden_PH, hidden_peak)
     loss_JR, hits_JR = loss.view(steps, count), hits.view(steps, count)
     rows_J = torch.bincount(layout.pairs_P // count, minlength=steps).float()
     sums = StepSums(loss_JR.sum(1), rows_J, hits_JR.sum(1))

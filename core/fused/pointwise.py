@@ -132,16 +132,19 @@ def _rms_grad(
 
 
 @triton.jit
-def _swiglu(GU, A, width, BLOCK: tl.constexpr):
+def _swiglu(GU, A, PEAK, width, RAISE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(GU + i * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
     u = tl.load(GU + i * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
-    tl.store(A + i * width + c, (g * tl.sigmoid(g) * u).to(A.dtype.element_ty), mask=c < width)
+    act = (g * tl.sigmoid(g) * u).to(A.dtype.element_ty)
+    tl.store(A + i * width + c, act, mask=c < width)
+    if RAISE:
+        tl.atomic_max(PEAK, tl.max(tl.abs(act.to(tl.float32)), 0))
 
 
 @triton.jit
-def _swiglu_grad(DA, GU, DGU, A, width, BLOCK: tl.constexpr):
+def _swiglu_grad(DA, GU, DGU, A, PEAK, width, RAISE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(GU + i * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
@@ -149,9 +152,12 @@ def _swiglu_grad(DA, GU, DGU, A, width, BLOCK: tl.constexpr):
     da = tl.load(DA + i * width + c, mask=c < width, other=0.0).to(tl.float32)
     gate = tl.sigmoid(g)
     silu = g * gate
-    dg = da * u * (gate + silu * (1.0 - gate))
-    tl.store(DGU + i * 2 * width + c, dg.to(DGU.dtype.element_ty), mask=c < width)
-    tl.store(DGU + i * 2 * width + width + c, (da * silu).to(DGU.dtype.element_ty), mask=c < width)
+    dg = (da * u * (gate + silu * (1.0 - gate))).to(DGU.dtype.element_ty)
+    du = (da * silu).to(DGU.dtype.element_ty)
+    tl.store(DGU + i * 2 * width + c, dg, mask=c < width)
+    tl.store(DGU + i * 2 * width + width + c, du, mask=c < width)
+    if RAISE:
+        tl.atomic_max(PEAK, tl.max(tl.maximum(tl.abs(dg.to(tl.float32)), tl.abs(du.to(tl.float32))), 0))
     tl.store(A + i * width + c, (silu * u).to(A.dtype.element_ty), mask=c < width)
 
 
@@ -261,19 +267,21 @@ def rms_grad(
 _SWIGLU_BLOCK = 2048
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [R, 2I] (gate first): [R, I]."""
+def swiglu(gate_up: Tensor, peak: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of [R, 2I] (gate first): [R, I]; raises `peak` to its largest absolute value."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     size = min(_SWIGLU_BLOCK, block(width))
-    _swiglu[(rows, triton.cdiv(width, size))](gate_up, out, width, size)
+    raised = out if peak is None else peak
+    _swiglu[(rows, triton.cdiv(width, size))](gate_up, out, raised, width, peak is not None, size)
     return out
 
 
-def swiglu_grad(dact: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of `gate_up`, and the activation again, which the forward pass did not keep."""
+def swiglu_grad(dact: Tensor, gate_up: Tensor, peak: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradient of `gate_up`, which raises `peak`, and the activation again, which the forward pass did not keep."""
     rows, width = dact.shape
     grad, act = torch.empty_like(gate_up), torch.empty_like(dact)
     size = min(_SWIGLU_BLOCK, block(width))
-    _swiglu_grad[(rows, triton.cdiv(width, size))](dact, gate_up, grad, act, width, size)
+    raised = grad if peak is None else peak
+    _swiglu_grad[(rows, triton.cdiv(width, size))](dact, gate_up, grad, act, raised, width, peak is not None, size)
     return grad, act

@@ -127,3 +127,50 @@ def test_on_a_gpu(make_objective, make_batch, values, seed):
         assert off < 1.2 * eager[name] + 2e-3, (name, off, eager[name])
     again = run(True, torch.bfloat16)
     assert all(torch.equal(half[n], again[n]) for n in half)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 3072), (777, 576), (1, 64)], ids=str)
+def test_float8_casts_on_a_gpu_are_the_eager_ones(shape):
+    from draftsmith.core.fused.fp8 import E4M3, E5M2, scaled, scaled_eagerly
+
+    x = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        * torch.logspace(-3, 3, shape[0], device="cuda")[:, None]
+    )
+    x = x.to(torch.bfloat16)
+    amax = x.abs().max().float()
+    for dtype in (E4M3, E5M2):
+        ours, eager = scaled(x, dtype, True, True), scaled_eagerly(x, amax, dtype, True, True)
+        assert ours.plain is not None and ours.turned is not None
+        assert torch.equal(ours.scale, eager.scale)
+        # One division in a thousand rounds to the other neighbour.
+        for mine, theirs in ((ours.plain, eager.plain), (ours.turned, eager.turned)):
+            assert (mine.float() != theirs.float()).float().mean() < 1e-3
+            torch.testing.assert_close(mine.float(), theirs.float(), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_float8_products_on_a_gpu(make_objective, make_batch):
+    """Gradients point where bfloat16's do, as far as three bits of mantissa allow."""
+    from draftsmith.core.fused.layout import lay_out
+    from draftsmith.core.fused.objective import fused_loss
+
+    cuda = torch.device("cuda")
+    objective = make_objective(head_dim=64, draft_vocab_size=32).to(cuda)
+    with torch.no_grad():  # smaller weights than that fixture's magnify roundings less
+        for p in objective.draft.parameters():
+            p.mul_(0.4 if p.dim() > 1 else 1.0)
+    batch = make_batch([[0] * 30 + [1] * 300, [0] * 5 + [1] * 600])
+    layout, batch = lay_out(batch, 5, 900, None).to(cuda), batch.to(cuda)
+
+    def run(fp8):
+        objective.zero_grad()
+        weights = 0.8 ** torch.arange(5, device=cuda) / layout.num_rows
+        loss, _ = fused_loss(objective, batch, layout, weights, torch.bfloat16, fp8)
+        loss.backward()
+        return float(loss.detach()), torch.cat([p.grad.flatten() for p in objective.draft.parameters()])
+
+    (loss, wanted), (loss8, half) = run(False), run(True)
+    assert loss8 == pytest.approx(loss, rel=0.1)
+    assert 0.9 < float(torch.nn.functional.cosine_similarity(half, wanted, dim=0)) < 1.0
