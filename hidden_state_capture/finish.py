@@ -35,6 +35,7 @@ class Captured:
         long: those that the target's context does not hold.
         inputs: everything that decides the states.
         folder: where the shards lie.
+        part: (index, of) where this is one of several stores of the run.
     """
 
     config: Config
@@ -44,6 +45,7 @@ class Captured:
     long: Sequence[Head]
     inputs: dict[str, Any]
     folder: Path
+    part: tuple[int, int] | None = None
 
 
 def check_rejected(captured: Captured) -> list[dict[str, str]]:
@@ -82,6 +84,8 @@ def finish(captured: Captured) -> None:
         "too_long": [{"sample_id": h.sample_id, "tokens": h.tokens} for h in captured.long],
         "probe": probe,
     }
+    if captured.part:
+        outputs["part"] = dict(zip(("index", "of"), captured.part, strict=True))
     write_manifest(folder, "capture", captured.inputs, outputs)
     clear_progress(folder)
     size = sum(s["shard"]["bytes"] for s in sidecars)
