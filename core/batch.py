@@ -6,6 +6,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from draftsmith.core.fp8_states import decode
+
 T = TypeVar("T")
 
 
@@ -27,6 +29,7 @@ class Batch:
         positions_T: int64, counting from 0 in each document.
         aux_TAH: auxiliary states.
         last_MH: last states before the final norm, of the rows last_rows_M (int64, ascending).
+        aux_scales_TA, last_scales_M: where the states are in float8 still (core/fp8_states.py); `to` decodes them.
     """
 
     sample_ids: tuple[str, ...]
@@ -37,10 +40,16 @@ class Batch:
     aux_TAH: Tensor
     last_MH: Tensor
     last_rows_M: Tensor
+    aux_scales_TA: Tensor | None = None
+    last_scales_M: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on a device."""
-        return moved(self, device)
+        """The same batch on a device, its states decoded there: float8 is half of the bytes to move."""
+        there = moved(self, device)
+        if there.aux_scales_TA is None or there.last_scales_M is None:
+            return there
+        aux, last = decode(there.aux_TAH, there.aux_scales_TA), decode(there.last_MH, there.last_scales_M)
+        return replace(there, aux_TAH=aux, last_MH=last, aux_scales_TA=None, last_scales_M=None)
 
     @property
     def num_tokens(self) -> int:

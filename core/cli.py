@@ -16,6 +16,9 @@ import typer
 from safetensors import SafetensorError
 
 from draftsmith.core.atomic import remove, write_text
+from draftsmith.core.cli_capture import ACTIONS, capture_share
+from draftsmith.core.cli_plan import plan
+from draftsmith.core.cli_store import store_app
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
 from draftsmith.core.errors import StageFailed, UserError
@@ -29,6 +32,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look at the samples of a run.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(store_app, name="store")
+app.command()(plan)
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output and make it again.")]
@@ -42,10 +47,22 @@ def prepare(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = Fals
 
 
 @app.command()
-def capture(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Stage 2: hidden states of the target; prepares what is missing."""
+def capture(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    shard: Annotated[str | None, typer.Option("--shard", help="i/n: only share i (from 0) of n, on this host.")] = None,
+) -> None:
+    """Stage 2: hidden states of the target; prepares what is missing.
+
+    `capture merge` makes one store of all shares, `capture serve-args` prints how to start a server that captures.
+    """
     from draftsmith.hidden_state_capture.beside import capture_alone
 
+    if overrides and (action := ACTIONS.get(overrides[0])):
+        return action(load_config(config, overrides[1:]), fresh)
+    if shard:
+        return capture_share(load_config(config, overrides), shard, fresh)
     with _run(config, overrides, fresh, lambda run: [run.hidden_states, run.spool], side="capture") as loaded:
         _prepare(loaded)
         capture_alone(loaded)

@@ -256,7 +256,11 @@ class CaptureConfig(Section):
         "auto",
         description="Auxiliary layers by vLLM's ids (k: the residual stream after k layers). auto: 2, n//2, n-3.",
     )
-    storage: Literal["bf16"] = Field("bf16", description="Number format of the states on disk.")
+    storage: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="Number format of the states on disk. fp8: e4m3 with a scale for every token and layer, half the "
+        "bytes.",
+    )
     mode: Literal["store", "spool"] = Field(
         "store",
         description="store: all states are written before training starts; spool: only the held-out samples' are, the "
@@ -276,7 +280,24 @@ class CaptureConfig(Section):
         description="GPUs that capture has in spool mode, by their place among the visible ones; training has the "
         "others. null: both share all.",
     )
-    data_parallel: Literal[1] = Field(1, description="Engines side by side; only 1 for now.")
+    data_parallel: PositiveInt = Field(
+        1, description="Engines side by side: on this host, each with target.tensor_parallel GPUs, or on a Ray cluster."
+    )
+    launcher: Literal["local", "ray"] = Field(
+        "local", description="Where the engines run. ray: an actor each, on the cluster that `ray_address` names."
+    )
+    ray_address: str | None = Field(
+        None, description="Address of the Ray cluster; null: RAY_ADDRESS, one that runs on this host, or a new one."
+    )
+    server: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+",
+        description="URL of a `vllm serve` that was started with the flags of `draftsmith capture serve-args` and "
+        "shares the run's folder; null: own engines.",
+    )
+    seal_after: float = Field(
+        5.0, gt=0.0, description="Seconds without a sample after which such a server closes its shards."
+    )
     shard_bytes: int = Field(1024**3, ge=1024, description="Shards are closed when they reach this size.")
     pending_bytes: int = Field(
         2 * 1024**3,

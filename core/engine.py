@@ -105,7 +105,8 @@ def lead_group(parent: int) -> None:
     vLLM's own children are not tied to us: after `kill -9` they would hold the accelerator's memory for ever. A
     shell in the group looks at the parent once a second and ends the whole group when it is gone.
     """
-    os.setpgid(0, 0)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
     watch = f"while kill -0 {parent} 2>/dev/null; do sleep 1; done; kill -9 -{os.getpgrp()}"
     subprocess.Popen(
         ["/bin/sh", "-c", watch],

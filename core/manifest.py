@@ -94,7 +94,7 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
     Raises:
         UserError: names every key that differs, with both values.
     """
-    if found := differences(manifest["inputs"], inputs):
+    if found := differences(manifest["inputs"], inputs, "there", "in the config"):
         raise UserError(
             f"{folder} was made with other settings: " + "; ".join(found) + ".",
             f"Choose another run.name, or make it again with `draftsmith {manifest['stage']} --fresh` "
@@ -102,16 +102,13 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
         )
 
 
-def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Every key whose value differs, with both values."""
-    return list(_differences(json.loads(json.dumps(there)), json.loads(json.dumps(here)), ""))
-
-
-def _differences(there: Any, here: Any, at: str) -> list[str]:
+def differences(there: Any, here: Any, name_there: str, name_here: str, at: str = "") -> list[str]:
+    """One phrase for every key of two JSON-serialisable values that differs, with both values."""
+    there, here = (json.loads(json.dumps(value)) for value in (there, here))
     if isinstance(there, dict) and isinstance(here, dict):
-        keys = dict.fromkeys([*there, *here])
-        return [d for k in keys for d in _differences(there.get(k), here.get(k), f"{at}.{k}" if at else k)]
-    return [] if there == here else [f"{at} is {_short(there)} there and {_short(here)} in the config"]
+        pairs = {f"{at}.{k}" if at else k: (there.get(k), here.get(k)) for k in dict.fromkeys([*there, *here])}
+        return [d for key, (a, b) in pairs.items() for d in differences(a, b, name_there, name_here, key)]
+    return [] if there == here else [f"{at} is {_short(there)} {name_there} and {_short(here)} {name_here}"]
 
 
 def _short(value: Any) -> str:

@@ -81,7 +81,7 @@ def fingerprint(source: SourceConfig | str) -> str | None:
     path = source if isinstance(source, str) else source.path
     if _hub_id(path):
         return None
-    found = _files(path.removeprefix(HUB))
+    found = files_of(path.removeprefix(HUB))
     root = Path(path.removeprefix(HUB)).expanduser()
     if not root.is_dir():
         return sha256_file(found[0])
@@ -93,7 +93,7 @@ def _rows(source: SourceConfig) -> Iterator[_Raw]:
         yield from _hub_rows(source)
         return
     root = Path(source.path).expanduser()
-    for file in _files(source.path):
+    for file in files_of(source.path):
         # Two files of a folder may share a stem, and made-up ids must not.
         prefix = "-".join((*file.relative_to(root).parent.parts, _stem(file), "")) if root.is_dir() else ""
         kind = _kind(file)
@@ -107,7 +107,7 @@ def _rows(source: SourceConfig) -> Iterator[_Raw]:
             yield place, prefix + key, row
 
 
-def _files(path: str) -> list[Path]:
+def files_of(path: str) -> list[Path]:
     """Files of a source, in an order that only their names decide; `demo-prompts` is the package's own.
 
     Raises:

@@ -114,10 +114,17 @@ def _refuse_too_small(shards: list[SpoolShard], capture: CaptureConfig) -> None:
     )
 
 
-def sample_nbytes(sample_id: str, tokens: int, labels: int, num_aux: int, hidden_size: int) -> int:
-    """At most the bytes that a sample takes in a shard and its sidecar; `labels` of its rows keep their last state."""
-    row = _ROW_BYTES + len(sample_id.encode())
-    return tokens * (4 + 1 + 2 * num_aux * hidden_size) + labels * (4 + 2 * hidden_size) + row
+def sample_nbytes(sample_id: str, tokens: int, labels: int, per_token: int, per_label: int) -> int:
+    """At most the bytes that a sample takes in a shard and its sidecar.
+
+    Args:
+        sample_id: its id.
+        tokens: its length.
+        labels: of its rows, those that keep their last state.
+        per_token: bytes of a token, from `bytes_per_row`.
+        per_label: bytes of a label's row, from there too.
+    """
+    return tokens * per_token + labels * per_label + _ROW_BYTES + len(sample_id.encode())
 
 
 def spool_inputs(config: Config, states: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,31 @@ shard-NNNNN.safetensors
     last_states    bf16  [M, H]        state before the final norm, only of rows whose next token is a reply token
     last_rows      int32 [M]           their rows in the shard, ascending
     sample_offsets int64 [S + 1]       sample s is rows sample_offsets[s] .. sample_offsets[s + 1]
+With `capture.storage: fp8` (core/fp8_states.py) both states are float8 e4m3 and are to be multiplied by
+    aux_scales     float32 [N, A]      of every token and layer
+    last_scales    float32 [M]
 index.parquet      one row a sample, see INDEX_SCHEMA
 manifest.json      written last: target, layer_ids, last_state, storage, shards, rejected, inputs, versions
+
+While a capture runs there are instead
+shard-NNNNN.json   sidecar of a shard that is whole: its entry of manifest.shards and its rows of the index
+inputs.json        what decides the states, as in the manifest
+probe.json         the probe's findings, as in the manifest
+and a store that was repaired is such a capture again, its damaged shards aside in damaged/.
+
+hidden_states.part-I-of-N/ beside it are the N parts of a capture that is spread over hosts, each a store of its own
+whose manifest says `part: {index, of}`; `draftsmith capture merge` makes one store of them.
 """
 
 import pyarrow as pa
 
 INDEX = "index.parquet"
+INPUTS = "inputs.json"
+PROBE = "probe.json"
+DAMAGED = "damaged"
+# What a sample is, in the order in which its bytes are hashed; the scales only where the states are in fp8.
+TOKEN_TENSORS = ("input_ids", "loss_mask", "aux_states", "aux_scales")
+LAST_TENSORS = ("last_states", "last_scales")
 INDEX_SCHEMA = pa.schema(
     [
         pa.field("sample_id", pa.string(), nullable=False),
@@ -26,7 +44,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("supervised_tokens", pa.int32(), nullable=False),  # reply tokens
         pa.field("split", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
-        pa.field("sha256", pa.string(), nullable=False),  # of its input_ids, loss_mask, aux_states, last_states bytes
+        pa.field("sha256", pa.string(), nullable=False),  # of its bytes: TOKEN_TENSORS, then LAST_TENSORS
     ]
 )
 
@@ -34,3 +52,14 @@ INDEX_SCHEMA = pa.schema(
 def shard_name(number: int) -> str:
     """File name of a shard."""
     return f"shard-{number:05d}.safetensors"
+
+
+def part_name(index: int | str, of: int | str) -> str:
+    """Folder name of part `index` (from 0) of a capture in `of` parts."""
+    return f"hidden_states.part-{index}-of-{of}"
+
+
+def bytes_per_row(storage: str, num_aux: int, hidden_size: int) -> tuple[int, int]:
+    """Bytes on disk of a token (ids, mask, auxiliary states) and, beside it, of a row whose last state is kept."""
+    state = 2 * hidden_size if storage == "bf16" else hidden_size + 4
+    return 4 + 1 + num_aux * state, state + 4

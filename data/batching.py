@@ -3,16 +3,18 @@
 Which samples share a batch is decided by seed and epoch alone, so any step of any epoch can be made again.
 """
 
+import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from draftsmith.core.batch import Batch
 from draftsmith.core.config import Config
+from draftsmith.core.fp8_states import FP8
 from draftsmith.core.samples import TrainSamples
 from draftsmith.core.spool import SpoolPlan, sample_nbytes
+from draftsmith.core.store import bytes_per_row
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 
@@ -74,7 +76,7 @@ def spool_plan(samples: TrainSamples, config: Config, states: dict[str, Any], wo
         states: manifest of `hidden_states/`, for the size of a state.
         world_size: processes that train.
     """
-    size = (len(states["layer_ids"]), states["target"]["hidden_size"])
+    size = bytes_per_row(states["storage"], len(states["layer_ids"]), states["target"]["hidden_size"])
     each = zip(samples.ids, samples.lengths, samples.labels, strict=True)
     nbytes = [sample_nbytes(*sample, *size) for sample in each]
     return SpoolPlan(plan_steps(samples.lengths, config, world_size), nbytes, config.capture)
@@ -88,24 +90,48 @@ def rank_share(batches: list[list[int]], rank: int, world_size: int) -> list[lis
 
 
 def collate(store: HiddenStateStore, numbers: list[int]) -> Batch:
-    """Read samples and lay them one after another; an empty list gives a batch of no tokens."""
-    samples = [store[n] for n in numbers]
-    offsets = [0]
-    for sample in samples:
-        offsets.append(offsets[-1] + len(sample.input_ids_T))
-    target = store.manifest["target"]
+    """Read samples and lay them one after another; an empty list gives a batch of no tokens.
 
-    def join(get: Callable[[int], torch.Tensor], *empty: int) -> torch.Tensor:
-        return torch.cat([get(i) for i in range(len(samples))]) if samples else torch.empty(empty)
+    Every state is copied once, from the mapped shard to where the batch is: where there is a GPU into pinned memory,
+    which torch's allocator keeps for the batches to come. States in fp8 stay in fp8 until `Batch.to`.
+    """
+    pin = torch.cuda.is_available()
+    rows = [store.index[n] for n in numbers]
+    offsets = list(itertools.accumulate((row["length"] for row in rows), initial=0))
+    labels = list(itertools.accumulate((row["last_length"] for row in rows), initial=0))
+    num_aux, hidden = len(store.manifest["layer_ids"]), store.manifest["target"]["hidden_size"]
+    fp8 = store.manifest["storage"] == "fp8"
 
-    hidden, num_aux = target["hidden_size"], len(store.manifest["layer_ids"])
-    return Batch(
-        sample_ids=tuple(s.sample_id for s in samples),
+    def new(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=pin)
+
+    t, m, states = offsets[-1], labels[-1], FP8 if fp8 else torch.bfloat16
+    batch = Batch(
+        sample_ids=tuple(row["sample_id"] for row in rows),
         offsets=tuple(offsets),
-        input_ids_T=join(lambda i: samples[i].input_ids_T, 0).long(),
-        loss_mask_T=join(lambda i: samples[i].loss_mask_T, 0).bool(),
-        positions_T=join(lambda i: torch.arange(len(samples[i].input_ids_T)), 0).long(),
-        aux_TAH=join(lambda i: samples[i].aux_states_TAH, 0, num_aux, hidden),
-        last_MH=join(lambda i: samples[i].last_states_MH, 0, hidden),
-        last_rows_M=join(lambda i: samples[i].last_rows_M + offsets[i], 0).long(),
+        input_ids_T=new(torch.int64, t),
+        loss_mask_T=new(torch.bool, t),
+        positions_T=new(torch.int64, t),
+        aux_TAH=new(states, t, num_aux, hidden),
+        last_MH=new(states, m, hidden),
+        last_rows_M=new(torch.int64, m),
+        aux_scales_TA=new(torch.float32, t, num_aux) if fp8 else None,
+        last_scales_M=new(torch.float32, m) if fp8 else None,
     )
+    for i, number in enumerate(numbers):
+        _fill(batch, store.stored(number), slice(*offsets[i : i + 2]), slice(*labels[i : i + 2]))
+    return batch
+
+
+def _fill(batch: Batch, sample: dict[str, torch.Tensor], rows: slice, labels: slice) -> None:
+    """Copy one sample to its place; ids, mask and rows change their dtype on the way."""
+    batch.input_ids_T[rows] = sample["input_ids"]
+    batch.loss_mask_T[rows] = sample["loss_mask"]
+    torch.arange(rows.stop - rows.start, out=batch.positions_T[rows])
+    batch.aux_TAH[rows] = sample["aux_states"]
+    batch.last_MH[labels] = sample["last_states"]
+    batch.last_rows_M[labels] = sample["last_rows"]
+    batch.last_rows_M[labels] += rows.start
+    if batch.aux_scales_TA is not None and batch.last_scales_M is not None:
+        batch.aux_scales_TA[rows] = sample["aux_scales"]
+        batch.last_scales_M[labels] = sample["last_scales"]

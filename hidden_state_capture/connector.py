@@ -29,10 +29,7 @@ from draftsmith.core.atomic import write_json
 from draftsmith.hidden_state_capture.gather import Gatherer, Held, SampleRows
 from draftsmith.hidden_state_capture.shard import next_number, remove_uncommitted
 from draftsmith.hidden_state_capture.spool_writer import SpoolWriter
-from draftsmith.hidden_state_capture.writer import ShardWriter, WriterConfig
-
-# What the connector was told and found, for a driver that did not start it.
-CONNECTOR = "connector.json"
+from draftsmith.hidden_state_capture.writer import CONNECTOR, ShardWriter, WriterConfig
 
 
 @dataclass
@@ -127,7 +124,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             config["pending_bytes"],
             self._extra["gather_bytes"],
         )
-        write_json(self._folder / CONNECTOR, {"layer_ids": self._extra["layer_ids"], "dtype": str(cache.dtype)})
+        told = {"layer_ids": self._extra["layer_ids"], "storage": config["storage"], "dtype": str(cache.dtype)}
+        write_json(self._folder / CONNECTOR, told)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""

@@ -14,8 +14,8 @@ from draftsmith.core.engine import answer, generate, has_cuda, vllm_engine
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import Meter
 from draftsmith.core.samples import Sample
+from draftsmith.core.store import PROBE
 from draftsmith.core.target import Target
-from draftsmith.hidden_state_capture.finish import PROBE
 from draftsmith.hidden_state_capture.probe import choose_probe, judge_probe
 from draftsmith.hidden_state_capture.todo import engine_length
 from draftsmith.hidden_state_capture.writer import FAILURE

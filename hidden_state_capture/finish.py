@@ -16,13 +16,12 @@ from draftsmith.core.engine import engine_dtype
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.manifest import write_manifest
 from draftsmith.core.progress import say
-from draftsmith.core.store import INDEX, INDEX_SCHEMA
+from draftsmith.core.store import INDEX, INDEX_SCHEMA, INPUTS, PROBE
 from draftsmith.core.target import Target
 from draftsmith.hidden_state_capture.shard import committed_shards, rejected_samples
 from draftsmith.hidden_state_capture.todo import Head, longest_sample
 
 # What a capture in progress leaves for its continuation; the manifest takes their place.
-INPUTS, PROBE = "inputs.json", "probe.json"
 _PROGRESS = (INPUTS, PROBE, "connector.json", "failure.json", "shard-*.json", "rejected-*.json", ".tmp*")
 
 
@@ -36,6 +35,7 @@ class Captured:
         long: those that the target's context does not hold.
         inputs: everything that decides the states.
         folder: where the shards lie.
+        part: (index, of) where this is one of several stores of the run.
     """
 
     config: Config
@@ -45,6 +45,7 @@ class Captured:
     long: Sequence[Head]
     inputs: dict[str, Any]
     folder: Path
+    part: tuple[int, int] | None = None
 
 
 def check_rejected(captured: Captured) -> list[dict[str, str]]:
@@ -83,6 +84,8 @@ def finish(captured: Captured) -> None:
         "too_long": [{"sample_id": h.sample_id, "tokens": h.tokens} for h in captured.long],
         "probe": probe,
     }
+    if captured.part:
+        outputs["part"] = dict(zip(("index", "of"), captured.part, strict=True))
     write_manifest(folder, "capture", captured.inputs, outputs)
     clear_progress(folder)
     size = sum(s["shard"]["bytes"] for s in sidecars)

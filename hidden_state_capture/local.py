@@ -11,7 +11,7 @@ from draftsmith.hidden_state_capture.driver import Job, Replica
 from draftsmith.hidden_state_capture.todo import Head, shares, windows
 
 # Samples are sorted by length within so many engine steps.
-_WINDOW_STEPS = 64
+WINDOW_STEPS = 64
 
 
 def capture_locally(job: Job, missing: Sequence[Head]) -> None:
@@ -55,7 +55,7 @@ def visible_devices(engines: int, per_engine: int) -> list[str | None]:
 def _capture_share(job: Job, index: int, wanted: set[str], devices: str | None) -> None:
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    samples = windows(job.samples, wanted, _WINDOW_STEPS * job.config.capture.max_batched_tokens)
+    samples = windows(job.samples, wanted, WINDOW_STEPS * job.config.capture.max_batched_tokens)
     label = "hidden states" if job.engines == 1 else f"hidden states (engine {index + 1} of {job.engines})"
     with Replica(job, index) as replica:
         replica.probe()

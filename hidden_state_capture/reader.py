@@ -1,8 +1,11 @@
 """Reads the hidden-state store; the public door to it for training and evaluation.
 
-Shards are memory-mapped: opening costs nothing, and a sample's rows are read when they are asked for.
+Shards are memory-mapped: opening costs nothing, a sample's tensors are views, and its bytes are copied once, to where
+they are put together into a batch (`data/batching.py`).
 """
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +18,12 @@ from torch import Tensor
 
 from draftsmith.core.damage import reading
 from draftsmith.core.errors import UserError
+from draftsmith.core.fp8_states import decode
 from draftsmith.core.manifest import require_manifest
-from draftsmith.core.store import INDEX, INDEX_SCHEMA
+from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
+
+_LIBC = ctypes.CDLL(None)  # Python's own madvise takes only maps that Python made
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,8 @@ class StoredSample:
         sample_id: its id in `samples/`.
         input_ids_T: int32.
         loss_mask_T: uint8, 1 on reply tokens.
-        aux_states_TAH: auxiliary states, columns in the order of the manifest's layer_ids.
-        last_states_MH: states before the final norm, of the rows `last_rows_M`.
+        aux_states_TAH: auxiliary states in bfloat16, columns in the order of the manifest's layer_ids.
+        last_states_MH: states before the final norm in bfloat16, of the rows `last_rows_M`.
         last_rows_M: int32, rows of this sample whose next token is a reply token.
     """
 
@@ -90,22 +97,48 @@ class HiddenStateStore:
         """Tokens of each sample."""
         return [self.index[i]["length"] for i in numbers]
 
-    def __getitem__(self, number: int) -> StoredSample:
-        """Read one sample."""
+    def stored(self, number: int) -> dict[str, Tensor]:
+        """One sample's tensors as they lie on disk (core/store.py): views into the mapped shard.
+
+        `last_rows` alone is a copy: it counts from the sample's own first row.
+        """
         row = self.index[number]
         shard = self._shards[row["shard"]]
         tokens = slice(row["start"], row["start"] + row["length"])
         lasts = slice(row["last_start"], row["last_start"] + row["last_length"])
-        part = {name: shard.get_slice(name)[tokens] for name in ("input_ids", "loss_mask", "aux_states")}
-        last_rows = shard.get_slice("last_rows")[lasts] - row["start"]
+        fp8 = self.manifest["storage"] == "fp8"
+        parts = {
+            name: shard.get_slice(name)[rows]
+            for names, rows in ((TOKEN_TENSORS, tokens), (LAST_TENSORS, lasts))
+            for name in names
+            if fp8 or not name.endswith("_scales")
+        }
+        return {**parts, "last_rows": shard.get_slice("last_rows")[lasts] - row["start"]}
+
+    def __getitem__(self, number: int) -> StoredSample:
+        """Read one sample; its states are decoded where they are stored in fp8."""
+        parts = self.stored(number)
+        aux, last = (
+            decode(parts[f"{name}_states"], parts[f"{name}_scales"]) if f"{name}_scales" in parts
+            else parts[f"{name}_states"]
+            for name in ("aux", "last")
+        )  # fmt: skip
         return StoredSample(
-            sample_id=row["sample_id"],
-            input_ids_T=part["input_ids"],
-            loss_mask_T=part["loss_mask"],
-            aux_states_TAH=part["aux_states"],
-            last_states_MH=shard.get_slice("last_states")[lasts],
-            last_rows_M=last_rows,
+            sample_id=self.index[number]["sample_id"],
+            input_ids_T=parts["input_ids"],
+            loss_mask_T=parts["loss_mask"],
+            aux_states_TAH=aux,
+            last_states_MH=last,
+            last_rows_M=parts["last_rows"],
         )
+
+    def will_need(self, numbers: list[int]) -> None:
+        """Let the system read these samples' states from the disk into its cache, without waiting for them."""
+        for number in numbers:
+            parts = self.stored(number)
+            for states in (parts["aux_states"], parts["last_states"]):
+                before = states.data_ptr() % mmap.PAGESIZE
+                _LIBC.madvise(states.data_ptr() - before, states.nbytes + before, mmap.MADV_WILLNEED)
 
     def __iter__(self) -> Iterator[StoredSample]:
         """All samples, in index order."""

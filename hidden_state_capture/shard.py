@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.core.atomic import TMP_MARK, fsync_path, remove_leftovers, write_text
 from draftsmith.core.damage import reading
 from draftsmith.core.manifest import MANIFEST
-from draftsmith.core.store import shard_name
+from draftsmith.core.store import LAST_TENSORS, TOKEN_TENSORS, shard_name
 from draftsmith.hidden_state_capture.gather import SampleRows
 
 # The header is padded to this, so that the states begin on a page of the file.
@@ -32,8 +32,8 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8",
 }  # fmt: skip
 # Whatever follows the states, by falling alignment; a hidden size is a multiple of 8.
-_AFTER = ("last_states", "sample_offsets", "aux_scales", "last_rows", "input_ids", "loss_mask")
-HASHED = ("input_ids", "loss_mask", "aux_states", "aux_scales", "last_states")
+_AFTER = ("last_states", "sample_offsets", "aux_scales", "last_scales", "last_rows", "input_ids", "loss_mask")
+_HASHED = (*TOKEN_TENSORS, *LAST_TENSORS)
 
 
 class Tail:
@@ -74,7 +74,7 @@ class OpenShard:
         self.tokens = self.last_tokens = self.nbytes = 0
 
     def add(self, sample: SampleRows, states: dict[str, Tensor]) -> None:
-        """Write one sample's states: aux_states (and aux_scales) of all rows, last_states of those with a label.
+        """Write one sample's states and scales: auxiliary ones of all rows, last ones of those with a label.
 
         Several threads may add.
         """
@@ -98,8 +98,8 @@ class OpenShard:
         )  # fmt: skip
         self._aux_bytes += len(data["aux_states"])
         self._lasts.append(data["last_states"])
-        if "aux_scales" in data:
-            self._parts["aux_scales"].append(data["aux_scales"].copy())
+        for name in data.keys() & {"aux_scales", "last_scales"}:
+            self._parts[name].append(data[name].copy())
         self._parts["input_ids"].append(ids)
         self._parts["loss_mask"].append(mask)
         self._parts["last_rows"].append((sample.last_rows_M + self.tokens).astype(np.int32).view(np.uint8))
@@ -149,20 +149,17 @@ class OpenShard:
     def _header(self, ends: dict[str, int]) -> bytes:
         """Of safetensors: JSON, padded with spaces to where the data begin."""
         like = self._like
-        first = {
-            "aux_states": (like["aux_states"].dtype, [self.tokens, *like["aux_states"].shape[1:]]),
-            "last_states": (like["last_states"].dtype, [self.last_tokens, *like["last_states"].shape[1:]]),
+        leading = {name: self.last_tokens if name.startswith("last") else self.tokens for name in like}
+        tensors = {name: (t.dtype, [leading[name], *t.shape[1:]]) for name, t in like.items()} | {
             "sample_offsets": (torch.int64, [len(self.rows) + 1]),
             "last_rows": (torch.int32, [self.last_tokens]),
             "input_ids": (torch.int32, [self.tokens]),
             "loss_mask": (torch.uint8, [self.tokens]),
         }
-        if "aux_scales" in like:
-            first["aux_scales"] = (like["aux_scales"].dtype, [self.tokens, *like["aux_scales"].shape[1:]])
         header, begin = {}, 0
         for name, end in ends.items():
-            if name in first:
-                dtype, shape = first[name]
+            if name in tensors:
+                dtype, shape = tensors[name]
                 header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
             begin = end
         text = json.dumps(header).encode().ljust(_DATA_START - 8)
@@ -171,8 +168,8 @@ class OpenShard:
 
 
 def sample_sha256(tensors: dict[str, Tensor]) -> str:
-    """Hex SHA-256 of a sample's input_ids, loss_mask, aux_states (aux_scales) and last_states bytes."""
-    return _sha256({name: _bytes(tensors[name]) for name in HASHED if name in tensors})
+    """Hex SHA-256 of a sample's tensors as they lie on disk; `last_rows` follow from its loss_mask."""
+    return _sha256({name: _bytes(tensors[name]) for name in _HASHED if name in tensors})
 
 
 def committed_shards(folder: Path) -> list[dict[str, Any]]:
@@ -213,7 +210,7 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 def _sha256(data: dict[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
-    for name in HASHED:
+    for name in _HASHED:
         if name in data:
             digest.update(data[name].data)
     return digest.hexdigest()

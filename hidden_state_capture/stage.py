@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,29 @@ from draftsmith.core.errors import StageFailed
 from draftsmith.core.manifest import check_inputs, manifest_hash, read_manifest, require_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
+from draftsmith.core.store import INPUTS, part_name
 from draftsmith.core.target import Target, resolve_layer_ids, resolve_target
 from draftsmith.hidden_state_capture.driver import Job
-from draftsmith.hidden_state_capture.finish import INPUTS, Captured, check_rejected, clear_progress, finish
+from draftsmith.hidden_state_capture.finish import Captured, check_rejected, clear_progress, finish
 from draftsmith.hidden_state_capture.local import capture_locally
+from draftsmith.hidden_state_capture.on_ray import capture_on_ray
+from draftsmith.hidden_state_capture.served import capture_served, wait_quiet
 from draftsmith.hidden_state_capture.shard import (
     committed_shards,
     next_number,
     rejected_samples,
     remove_uncommitted,
 )
-from draftsmith.hidden_state_capture.todo import Head, read_heads, store_bytes, too_long
+from draftsmith.hidden_state_capture.todo import Head, read_heads, shares, store_bytes, too_long
 from draftsmith.hidden_state_capture.writer import FAILURE
 
 
-def capture(config: Config) -> None:
+def capture(config: Config, part: tuple[int, int] | None = None) -> None:
     """Capture the hidden states of every sample; continues where a killed run stopped.
+
+    Args:
+        config: of the run.
+        part: (index, of): only this share of the samples, into a store of its own beside `hidden_states/`.
 
     Raises:
         UserError: there are no samples, layer ids are out of range, or the run has other states.
@@ -39,19 +46,23 @@ def capture(config: Config) -> None:
     target = resolve_target(config.target)
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
     require_manifest(run.samples, "prepare", "capture")
-    folder = run.hidden_states
+    folder = run.root / part_name(*part) if part else run.hidden_states
     inputs = capture_inputs(config, target, layer_ids, run)
     if manifest := read_manifest(folder):
         check_inputs(folder, manifest, inputs)
         clear_progress(folder)
         say(f"hidden states: {sum(s['samples'] for s in manifest['shards'])} samples (already there)")
         return
-    require_vllm("capture")
-    run.open(config)
+    if not config.capture.server:
+        require_vllm("capture")
+    if not part:  # several hosts may be at work in the run's folder
+        run.open(config)
     folder.mkdir(exist_ok=True)
     _continue_only_alike(folder, inputs)
     heads = heads_to_store(config, read_heads(run.samples))
-    captured = Captured(config, target, layer_ids, heads, too_long(heads, config, target), inputs, folder)
+    if part:
+        heads = shares(heads, part[1])[part[0]]
+    captured = Captured(config, target, layer_ids, heads, too_long(heads, config, target), inputs, folder, part)
     _capture_missing(captured, run.samples)
     finish(captured)
 
@@ -92,7 +103,10 @@ def _capture_missing(captured: Captured, samples: Path) -> None:
     """Run the engines on what is not on disk yet."""
     folder, config = captured.folder, captured.config
     (folder / FAILURE).unlink(missing_ok=True)
-    remove_uncommitted(folder)
+    if config.capture.server:
+        wait_quiet(folder, config.capture.seal_after)  # what is not whole yet may be the server's
+    else:
+        remove_uncommitted(folder)
     check_rejected(captured)
     missing = _missing(captured)
     if len(missing) + len(captured.long) < len(captured.heads):
@@ -117,9 +131,15 @@ def _capture_missing(captured: Captured, samples: Path) -> None:
         max_rejected=int(config.capture.max_rejected_share * len(captured.heads)) - len(rejected_samples(folder)),
     )
     try:
-        capture_locally(job, missing)
+        _engines(config)(job, missing)
     except StageFailed as error:
         raise _with_room(captured, error) from None
+
+
+def _engines(config: Config) -> Callable[[Job, Sequence[Head]], None]:
+    if config.capture.server:
+        return capture_served
+    return capture_on_ray if config.capture.launcher == "ray" else capture_locally
 
 
 def _missing(captured: Captured) -> list[Head]:
@@ -134,7 +154,8 @@ def _with_room(captured: Captured, error: StageFailed) -> StageFailed:
     failure = folder / FAILURE
     full = failure.is_file() and json.loads(failure.read_text(encoding="utf-8"))["disk_full"]
     failure.unlink(missing_ok=True)
-    remove_uncommitted(folder)
+    if not captured.config.capture.server:
+        remove_uncommitted(folder)
     if not full:
         return error
     missing: Sequence[Head] = _missing(captured)

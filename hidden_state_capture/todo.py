@@ -9,6 +9,7 @@ from pathlib import Path
 from draftsmith.core.config import Config
 from draftsmith.core.errors import UserError
 from draftsmith.core.samples import Sample, iter_samples
+from draftsmith.core.store import bytes_per_row
 from draftsmith.core.target import Target
 
 # The engine always makes a token, and speculates one more.
@@ -86,8 +87,8 @@ def shares(heads: Sequence[Head], count: int) -> list[list[Head]]:
 
 def store_bytes(heads: Sequence[Head], aux_layers: int, hidden: int, storage: str) -> int:
     """Bytes that these samples' shards take."""
-    per_row = aux_layers * (hidden * 2 if storage == "bf16" else hidden + 4) + 5
-    return sum(h.tokens * per_row + h.labels * (hidden * 2 + 4) for h in heads)
+    per_token, per_label = bytes_per_row(storage, aux_layers, hidden)
+    return sum(h.tokens * per_token + h.labels * per_label for h in heads)
 
 
 def windows(folder: Path, wanted: set[str], tokens: int) -> Iterator[Sample]:

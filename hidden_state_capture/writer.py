@@ -25,6 +25,8 @@ from draftsmith.hidden_state_capture.shard import OpenShard, Tail
 
 # Why the writer failed, for whoever drives an engine that died of it.
 FAILURE = "failure.json"
+# What the connector was told and found, for a driver that did not start its engine.
+CONNECTOR = "connector.json"
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class SpoolFeed(Feed):
 
     def _compare(self) -> None:
         there = read_json(self.folder / f"{CAPTURE}.json") or {"inputs": {}}
-        if found := differences(there["inputs"], self.inputs):
+        if found := differences(there["inputs"], self.inputs, "there", "here"):
             raise UserError(
                 f"the capture that runs on {self.folder} has other settings: " + "; ".join(found) + ".",
                 "Start both with the same config.",

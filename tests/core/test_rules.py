@@ -63,7 +63,7 @@ def test_core_imports_no_stage_and_the_cli_does_so_lazily():
     wrong = set()
     for file in (ROOT / "core").rglob("*.py"):
         tree = parse(file)
-        if file.name == "cli.py":
+        if file.name.startswith("cli"):
             # What is imported inside a function is imported when a stage is asked for.
             tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
         wrong |= {(name(file), m) for m in imports(tree) if not within(m, "draftsmith.core")}

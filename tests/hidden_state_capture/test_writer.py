@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.core.fp8_states import encode
 from draftsmith.hidden_state_capture.gather import SampleRows
 from draftsmith.hidden_state_capture.shard import committed_shards, next_number, rejected_samples, remove_uncommitted
 from draftsmith.hidden_state_capture.writer import ShardWriter, WriterConfig
@@ -299,3 +300,50 @@ def test_what_a_kill_left_beside_whole_shards_is_removed(tmp_path, sample):
     files = [f"shard-0000{i}.{e}" for i in (0, 1) for e in ("json", "safetensors")]
     assert sorted(p.name for p in tmp_path.iterdir()) == files
     assert [r["sample_id"] for s in committed_shards(tmp_path) for r in s["rows"]] == ["a", "b"]
+
+
+# ---- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+def test_fp8_shards_hold_codes_and_scales_and_half_the_bytes(tmp_path, sample):
+    sizes = {}
+    for storage in ("bf16", "fp8"):
+        writer = ShardWriter(tmp_path / storage, WriterConfig(GIB, GIB, storage))
+        for name in ("a", "b"):
+            writer.put(sample(name))
+        writer.flush()
+        tensors = load_file(tmp_path / storage / "shard-00000.safetensors")
+        sizes[storage] = tensors["aux_states"].nbytes + tensors["last_states"].nbytes
+    assert sizes["bf16"] == 2 * sizes["fp8"]
+    aux, aux_scales = encode(sample("b").states_TSH[:, :-1].contiguous())
+    last, last_scales = encode(sample("b").states_TSH[3:7, -1].contiguous())
+    assert torch.equal(tensors["aux_states"][8:].view(torch.uint8), aux.view(torch.uint8))
+    assert torch.equal(tensors["last_states"][4:].view(torch.uint8), last.view(torch.uint8))
+    assert torch.equal(tensors["aux_scales"][8:], aux_scales) and torch.equal(tensors["last_scales"][4:], last_scales)
+
+
+def test_states_that_are_not_finite_are_rejected_before_they_are_encoded(tmp_path, sample):
+    writer = ShardWriter(tmp_path, WriterConfig(GIB, GIB, "fp8"))
+    for value in ("nan", "inf"):
+        bad = sample(value)
+        bad.states_TSH[2, 1, 3] = float(value)
+        writer.put(bad)
+    writer.flush()
+    assert [r["sample_id"] for r in writer.rejected] == ["nan", "inf"] and committed_shards(tmp_path) == []
+
+
+def test_the_probe_is_in_bf16_whatever_the_storage(tmp_path, sample):
+    writer = ShardWriter(tmp_path, WriterConfig(GIB, GIB, "fp8"))
+    writer.put(sample("probe", save_to=str(tmp_path / "probe.safetensors")))
+    writer.flush()
+    assert load_file(tmp_path / "probe.safetensors")["aux_states"].dtype == torch.bfloat16
+
+
+def test_numbers_go_on_after_the_highest_shard(tmp_path, sample):
+    writer = ShardWriter(tmp_path, WriterConfig(1, GIB))
+    for name in ("a", "b", "c"):
+        writer.put(sample(name))
+    writer.flush()
+    for left in tmp_path.glob("shard-00001.*"):
+        left.unlink()
+    assert next_number(tmp_path) == 3

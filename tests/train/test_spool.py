@@ -108,7 +108,7 @@ def test_too_many_rejected_samples_stop_both_sides(spool_run):
 @pytest.mark.parametrize(
     ("section", "values", "named"),
     [
-        ("train", {"tokens_per_batch": 80}, "tokens_per_batch is 64 there and 80 in the config"),
+        ("train", {"tokens_per_batch": 80}, "tokens_per_batch is 64 there and 80 here"),
         ("train", {"epochs": 3}, "epochs is 2 there and 3"),
         ("run", {"seed": 5}, "seed is 0 there and 5"),
         ("capture", {"shard_bytes": 20_000}, "shard_bytes is 16384 there and 20000"),

@@ -1,0 +1,72 @@
+"""`draftsmith plan`: what a run will need, and what does not fit, before anything runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from draftsmith.core.config_io import load_config
+from draftsmith.core.estimate import amount_of, stated
+from draftsmith.core.plan import GB, Rates, make_plan
+from draftsmith.core.progress import console, say
+from draftsmith.core.run import RunFolder
+
+Rate = Annotated[float | None, typer.Option(min=1, help="Tokens/s of all GPUs together; else from the benchmarks.")]
+
+
+def plan(
+    config: Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")] = None,
+    capture_rate: Rate = None,
+    train_rate: Rate = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train; else this machine's.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB of each; else this machine's.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of all samples, instead of counting them.")] = None,
+    length: Annotated[float, typer.Option(min=1, help="With --tokens: mean tokens of a sample.")] = 1000.0,
+    supervised: Annotated[float, typer.Option(min=0, max=1, help="With --tokens: share of reply tokens.")] = 0.6,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tokens, bytes, hours and memory of a run before anything runs; exit code 1 where something does not fit."""
+    loaded = load_config(config, overrides)
+    amount = stated(loaded, tokens, length, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
+    rates = Rates(capture_rate, train_rate, gpus, None if gpu_memory is None else gpu_memory * GB)
+    made = make_plan(loaded, amount, rates)
+    if as_json:
+        print(json.dumps(made, indent=2))
+    else:
+        _show(loaded.run.name, loaded.capture.storage, made)
+    raise typer.Exit(1 if made["problems"] else 0)
+
+
+def _show(name: str, storage: str, made: dict[str, Any]) -> None:
+    amount, target, disk, hours, gpu = (made[k] for k in ("amount", "target", "disk", "hours", "gpu"))
+    table = Table(title=f"plan of run {name}", title_justify="left", show_header=False)
+    used = sum(gpu["training"].values())
+    rows = [
+        ("samples", f"{amount['samples']:,}", amount["how"]),
+        ("tokens", f"{amount['tokens']:,}", f"{amount['reply_tokens']:,} of them reply tokens"),
+        ("target", f"{target['parameters'] / 1e9:,.2f} B", f"{_size(target['bytes'])} of weights"),
+        ("draft", f"{made['draft']['parameters'] / 1e6:,.1f} M", f"auxiliary layers {made['draft']['layer_ids']}"),
+        *((f"states in {kind}", _size(size), "as configured" if kind == storage else "")
+          for kind, size in disk["states"].items()),
+        ("disk", _size(disk["needed"]), f"to be written in {disk['folder']}, {_size(disk['free'])} free"),
+        *((stage, f"{hours[stage]:,.2f} h", f"{hours[f'{stage}_tokens']:,} tokens at {hours[f'{stage}_rate']:,.0f} a "
+           f"second, {hours[f'{stage}_rate_of']}") for stage in ("capture", "train")),
+        ("GPU memory", _size(used), f"of {_size(gpu['bytes'])} ({gpu['of']}), while training:"),
+        *(("", _size(size), part) for part, size in gpu["training"].items()),
+        ("host memory", _size(made["host"]["capture_bytes"]), f"while capturing, of {_size(made['host']['bytes'])}"),
+    ]  # fmt: skip
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    for problem in made["problems"]:
+        console.print(f"[red]does not fit[/]: {escape(problem['what'])} {escape(problem['mend'])}")
+    if not made["problems"]:
+        say("all of it fits")
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e12:,.2f} TB" if count >= 1e12 else f"{count / GB:,.2f} GB"

@@ -1,0 +1,141 @@
+"""`draftsmith store verify|stats|merge|repair`: commands about a hidden-state store, by its folder or by its run."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from draftsmith.core.config_io import load_config
+from draftsmith.core.errors import UserError
+from draftsmith.core.manifest import MANIFEST
+from draftsmith.core.progress import console, say
+from draftsmith.core.run import RunFolder
+from draftsmith.core.store import DAMAGED
+
+store_app = typer.Typer(help="Look at, check, merge and mend hidden-state stores.", no_args_is_help=True)
+Folder = Annotated[Path | None, typer.Argument(help="A run, or its hidden_states/ (or a part of it).")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config of the run, instead of FOLDER.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Shards read side by side; else one a core.")]
+_SHOWN = 20
+
+
+@store_app.command()
+def verify(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None, as_json: Json = False) -> None:
+    """Compare every byte with its checksum, the index and the samples; exit code 1 where something is wrong."""
+    from draftsmith.hidden_state_capture.verify import verify_store
+
+    store, samples = _place(folder, config)
+    console.quiet = as_json  # no progress between the JSON
+    verdict = verify_store(store, samples, jobs)
+    console.quiet = False
+    if as_json:
+        print(json.dumps([vars(fault) for fault in verdict.faults], indent=2))
+    else:
+        _show_faults(store, verdict)
+    raise typer.Exit(1 if verdict.faults else 0)
+
+
+@store_app.command()
+def stats(
+    folder: Folder = None,
+    config: ConfigFile = None,
+    probed: Annotated[int, typer.Option("--samples", min=0, help="Samples read for the layers' rms.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Samples, tokens and bytes by source and split, and the rms of every layer's states."""
+    from draftsmith.hidden_state_capture.stats import store_stats
+
+    store, _ = _place(folder, config)
+    found = store_stats(store, probed)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show_stats(store, found)
+
+
+@store_app.command()
+def merge(
+    parts: Annotated[list[Path], typer.Argument(help="Stores, or runs that have one.")],
+    into: Annotated[Path, typer.Option("--into", help="Folder of the new store, e.g. runs/NAME/hidden_states.")],
+) -> None:
+    """Make one store of several, without copying states where the file system has hard links."""
+    from draftsmith.hidden_state_capture.merge import merge_stores
+
+    with RunFolder(into.parent).lock():
+        manifest = merge_stores([_place(part, None)[0] for part in parts], into)
+    samples = sum(m["samples"] for m in manifest["merged_from"])
+    say(f"hidden states: {samples} samples of {len(parts)} stores -> {into}; the parts can be deleted")
+
+
+@store_app.command()
+def repair(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None) -> None:
+    """Verify, and where shards are damaged set them aside, so that `capture` makes their samples again."""
+    from draftsmith.hidden_state_capture.repair import repair_store
+
+    store, samples = _place(folder, config)
+    with RunFolder(store.parent).lock():
+        verdict = repair_store(store, samples, jobs)
+    _show_faults(store, verdict)
+    if verdict.faults:
+        bad = verdict.bad_shards
+        lost = sum(len(verdict.rows[name]) for name in bad) + sum(f.missing for f in verdict.faults)
+        say(
+            f"{store} is a capture in progress again: {', '.join(bad) or 'no shard'} set aside"
+            + (f" in {store / DAMAGED}" if bad else "")
+            + f", {lost} samples to go. Run `draftsmith capture` with its config."
+        )
+
+
+def _place(folder: Path | None, config: Path | None) -> tuple[Path, Path | None]:
+    """The store, and the samples of its run where they are there."""
+    if (folder is None) == (config is None):
+        raise UserError("Give a folder or --config, one of them.", "E.g. `draftsmith store stats runs/quickstart`.")
+    store = RunFolder.of(load_config(config)).hidden_states if config else Path(str(folder))
+    if not (store / MANIFEST).is_file() and (store / "hidden_states").is_dir():
+        store = store / "hidden_states"
+    samples = RunFolder(store.parent).samples
+    return store, samples if (samples / MANIFEST).is_file() else None
+
+
+def _show_faults(store: Path, verdict: Any) -> None:
+    shards = verdict.manifest["shards"]
+    if not verdict.faults:
+        what = "checksums, index and samples" if verdict.against_samples else "checksums and index"
+        samples, size = sum(s["samples"] for s in shards), sum(s["bytes"] for s in shards)
+        say(f"{store}: {samples} samples in {len(shards)} shards, {size / 1e6:,.0f} MB: {what} agree")
+        return
+    table = Table(title=f"{store}: {len(verdict.faults)} faults", title_justify="left")
+    for column in ("shard", "sample", "what is wrong"):
+        table.add_column(column)
+    for fault in verdict.faults[:_SHOWN]:
+        table.add_row(fault.shard or "", escape(fault.sample_id or ""), escape(fault.what))
+    console.print(table)
+    if len(verdict.faults) > _SHOWN:
+        say(f"and {len(verdict.faults) - _SHOWN} more; --json lists all")
+
+
+def _show_stats(store: Path, found: dict[str, Any]) -> None:
+    table = Table(title=str(store), title_justify="left")
+    for column in ("source", "split", "samples", "tokens", "supervised"):
+        table.add_column(column, justify="left" if column in ("source", "split") else "right")
+    total = {"source": "all", "split": "", **{k: found[k] for k in ("samples", "tokens", "supervised_tokens")}}
+    for row in [*found["groups"], total]:
+        figures = (f"{row[k]:,}" for k in ("samples", "tokens", "supervised_tokens"))
+        table.add_row(escape(row["source"]), row["split"], *figures)
+    console.print(table)
+    say(
+        f"{found['bytes'] / 1e6:,.1f} MB of {found['storage']} in {found['shards']} shards, "
+        f"{found['bytes_per_token']:,.0f} bytes a token; {found['rejected']} samples rejected; "
+        f"lengths {' / '.join(str(v) for v in found['lengths'].values())} (least, median, most)"
+    )
+    if found["layers"]:
+        layers = Table(title="states", title_justify="left")
+        for column in ("layer", "rms", "of first tokens", "of the others", "largest"):
+            layers.add_column(column, justify="right")
+        for layer_id, *figures in (row.values() for row in found["layers"]):
+            layers.add_row(str(layer_id), *(f"{x:,.2f}" for x in figures))
+        console.print(layers)

@@ -1,0 +1,125 @@
+"""How large and how much work: the draft, its training step, the target. Torch-free, so that a plan takes no time.
+
+Checked against the measured steps of benchmarks/training (tests/core/test_plan.py): memory and speed within 8 % at a
+draft vocabulary of 32,000, within 14 % at 200,064.
+
+Legend: H hidden size, C = (N + 2G) D the width of q, k and v together, I intermediate size, A auxiliary states,
+V target and Vd draft vocabulary, J steps, T tokens of a batch, R of them supervised.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.core.draft_shape import DraftShape
+
+# By `training_flops`, the fused pass reached 499 to 560 TFLOP/s on an H200 in the 13 cells of benchmarks/training.
+H200_TRAINING_FLOPS = 520e12
+# Prefill-only capture on H200s, seconds a token = fixed + per_parameter * active parameters on one GPU: through
+# 431,000 tokens/s of SmolLM2-135M on one GPU and 34,800 of MiniMax-M2.5's shape (fp8, 10.4e9 active) on two.
+H200_CAPTURE_FIXED, H200_CAPTURE_PER_PARAMETER = 1.62e-6, 5.23e-15
+
+
+def draft_parameters(shape: DraftShape) -> dict[str, int]:
+    """Parameters of a draft by part."""
+    hidden, heads, groups = shape.hidden_size, shape.num_heads, shape.num_kv_heads
+    aux_norms = hidden * shape.num_aux if shape.fc_norm or shape.norm_before_fc else 0
+    return {
+        "fc": hidden * hidden * shape.num_aux,
+        "attention": hidden * shape.head_dim * (2 * (heads + 2 * groups) + heads),
+        "mlp": 3 * hidden * shape.intermediate_size,
+        "lm_head": hidden * shape.draft_vocab_size,
+        "norms": 4 * hidden + aux_norms,
+        "embedding": hidden * shape.vocab_size if shape.own_embedding else 0,
+    }
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a training step works on.
+
+    Attributes:
+        tokens: T, packed tokens of a batch.
+        supervised: share of them that are reply tokens.
+        length: mean tokens of a document.
+        steps: J.
+        full_vocabulary: the loss needs the target's full distribution.
+        logits_bytes: `train.logits_bytes`.
+    """
+
+    tokens: int
+    supervised: float
+    length: float
+    steps: int
+    full_vocabulary: bool = False
+    logits_bytes: int = 4 * 1024**3
+
+
+def training_flops(shape: DraftShape, work: Workload) -> float:
+    """Floating-point operations of training on one token, forward and backward, as the fused pass computes them."""
+    parts, hidden, share = draft_parameters(shape), shape.hidden_size, work.supervised
+    heads, width = shape.num_heads * shape.head_dim, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    # The projections' embedding half, step 1's keys and fc are computed once, of every token.
+    once = 6 * (parts["fc"] + hidden * width) + 6 * (1 - share) * hidden * width
+    each = 6 * (hidden * (width + heads) + parts["mlp"] + parts["lm_head"])
+    label = 2 * hidden * (shape.vocab_size if work.full_vocabulary else shape.draft_vocab_size)
+    keys = work.length * (1 - share / 2)  # replies stand at the end: what a mean supervised row looks back over
+    if shape.sliding_window:
+        keys = min(keys, shape.sliding_window)
+    attention = 3.5 * 4 * keys * heads  # the backward pass does 2.5 times the forward's products
+    return once + share * (work.steps * (each + attention) + label)
+
+
+def training_memory(shape: DraftShape, work: Workload) -> dict[str, float]:
+    """Bytes of GPU memory that the fused pass's tensors hold at its peak, by what they are (core/fused/unroll.py)."""
+    parts, hidden, j = draft_parameters(shape), shape.hidden_size, work.steps
+    heads, keys = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
+    width, inner, t, r = heads + keys, shape.intermediate_size, work.tokens, work.tokens * work.supervised
+    # Kept for the backward pass: q, attention's output, keys and values, two residual sums, normed inputs, gate and up.
+    saved = 2 * r * j * (2 * heads + keys + 5 * hidden + 2 * inner) + 2 * t * (
+        2 * hidden + keys + shape.num_aux * hidden
+    )
+    if shape.fc_norm or shape.norm_before_fc:
+        saved += 2 * t * shape.num_aux * hidden * (2 if shape.fc_norm else 1)
+    gradients = 2 * r * j * (heads + hidden) + 2 * width * (
+        t + (j - 1) * r
+    )  # of attention's output, of outputs, of qkv
+    passing = 2 * r * (3 * inner + 2 * hidden + heads) + 2 * t * width
+    logits = min(work.logits_bytes, 2 * r * j * shape.draft_vocab_size)
+    # While the loss is computed there is a chunk of logits, its inputs and gradients, the target's probabilities.
+    loss = logits * (1 + 1 / j + 2 * hidden / shape.draft_vocab_size) + 2 * r * j * hidden
+    parameters = sum(parts.values())
+    frozen = 0 if shape.own_embedding else 2 * shape.vocab_size * hidden
+    frozen += 2 * hidden * (shape.draft_vocab_size + (shape.vocab_size if work.full_vocabulary else 0))
+    return {
+        "weights and optimizer": 18.0 * parameters,  # float32: weights, gradients, two moments; bfloat16: weights
+        "target's embedding and head": float(frozen),
+        "activations": saved + max(gradients + passing, loss),
+    }
+
+
+def target_parameters(hf: Any) -> tuple[int, int]:
+    """Parameters of a decoder by its Hugging Face config: all of them, and those that one token uses.
+
+    An estimate within a few per cent for dense and mixture-of-experts decoders.
+    """
+    hidden, layers, vocab = hf.hidden_size, hf.num_hidden_layers, hf.vocab_size
+    heads = getattr(hf, "num_attention_heads", None) or 1
+    groups = getattr(hf, "num_key_value_heads", None) or heads
+    head_dim = getattr(hf, "head_dim", None) or hidden // heads
+    attention = hidden * head_dim * (2 * heads + 2 * groups)
+    experts = _first(hf, "num_local_experts", "n_routed_experts", "num_experts")
+    inner = _first(hf, "intermediate_size") or 4 * hidden
+    per_expert = 3 * hidden * (_first(hf, "moe_intermediate_size") or inner)
+    used = (_first(hf, "num_experts_per_tok", "moe_top_k") or 1) * per_expert if experts else per_expert
+    shared = (_first(hf, "n_shared_experts") or 0) * per_expert if experts else 0
+    dense = (_first(hf, "first_k_dense_replace") or 0) if experts else layers
+    moe = layers - dense
+    every = layers * attention + dense * 3 * hidden * inner + moe * (experts * per_expert + shared)
+    active = layers * attention + dense * 3 * hidden * inner + moe * (used + shared)
+    head = vocab * hidden
+    return every + head * (1 if getattr(hf, "tie_word_embeddings", False) else 2), active + head
+
+
+def _first(hf: Any, *keys: str) -> int:
+    found = (getattr(hf, key, None) for key in keys)
+    return next((int(value) for value in found if value), 0)

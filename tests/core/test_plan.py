@@ -1,0 +1,306 @@
+"""`draftsmith plan`: against what was measured and what the design says, and each thing that does not fit."""
+
+import json
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from draftsmith.core import plan
+from draftsmith.core.cli import app
+from draftsmith.core.config import Config
+from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.errors import UserError
+from draftsmith.core.estimate import amount_of, stated
+from draftsmith.core.plan import Rates, make_plan
+from draftsmith.core.run import RunFolder
+from draftsmith.core.sizes import (
+    H200_TRAINING_FLOPS,
+    Workload,
+    draft_parameters,
+    target_parameters,
+    training_flops,
+    training_memory,
+)
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "training" / "results"
+# As in the checkpoint's config.json.
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
+    "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
+    "head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000, "vocab_size": 200064, "num_local_experts": 256,
+    "num_experts_per_tok": 8, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True,
+    "max_position_embeddings": 196608, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
+}  # fmt: skip
+H200 = Rates(gpus=1, gpu_bytes=141e9)
+
+
+@pytest.fixture
+def minimax(tmp_path):
+    """A config on MiniMax-M2.5's shape; nothing but its config.json is there."""
+
+    def make(**sections):
+        folder = tmp_path / "MiniMax-M2.5"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(MINIMAX))
+        tree = {
+            "run": {"name": "m", "dir": str(tmp_path / "runs")},
+            "target": {"path": str(folder), "tensor_parallel": 2},
+            "data": {"sources": [], "max_length": 8192, "draft_vocab_size": 32000},
+            "draft": {"num_heads": 48, "num_kv_heads": 48, "head_dim": 128, "intermediate_size": 9216},
+            "train": {"epochs": 1, "tokens_per_batch": 16384},
+        }
+        tree["data"]["sources"] = [{"path": "demo-prompts"}]
+        for name, values in sections.items():
+            tree.setdefault(name, {}).update(values)
+        return Config.model_validate(tree)
+
+    return make
+
+
+@pytest.fixture
+def roomy(monkeypatch):
+    """A machine where disk and memory are as large as a test says."""
+    disk, memory = namedtuple("disk", "total used free"), namedtuple("memory", "total")
+
+    def make(free=100e12, total=2e12):
+        monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: disk(free, 0, int(free)))
+        monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: memory(total))
+
+    make()
+    return make
+
+
+# ---- against what was measured -------------------------------------------------------------------------------------
+
+
+def measured():
+    return [json.loads(line) for file in ("h200-a", "h200-b") for line in (RESULTS / f"{file}.jsonl").open()]
+
+
+@pytest.mark.parametrize(
+    "cell", measured(), ids=lambda c: f"{c['workload']}-{c['tokens']}-{c['ttt']}-{c['draft_vocab']}"
+)
+def test_memory_and_speed_are_those_that_were_measured(cell):
+    shape = DraftShape(3072, 3, 48, 48, 128, 9216, 200064, cell["draft_vocab"], 1e-6, 204800)
+    length = cell["tokens"] if cell["workload"] == "dense" else 1000
+    work = Workload(cell["tokens"], cell["rows"] / cell["tokens"], length, cell["ttt"])
+    near = 0.08 if cell["draft_vocab"] == 32000 else 0.14
+    assert sum(training_memory(shape, work).values()) / 1e9 == pytest.approx(cell["peak_gb"], rel=near)
+    assert H200_TRAINING_FLOPS / training_flops(shape, work) == pytest.approx(cell["tokens_per_second"], rel=near)
+
+
+def test_a_drafts_parameters_are_the_models(synthetic_run):
+    import torch
+
+    from draftsmith.core.checkpoint import build_objective
+    from draftsmith.core.draft_shape import resolve_shape
+    from draftsmith.core.target import resolve_target
+
+    target = resolve_target(synthetic_run.target)
+    for flags in ({}, {"fc_norm": True}, {"norm_before_fc": True}, {"train_embedding": True}):
+        config = synthetic_run.draft.model_copy(update=flags)
+        shape = resolve_shape(config, target, 3, 128)
+        draft = build_objective(target, shape, torch.arange(128), "rms").draft
+        assert sum(draft_parameters(shape).values()) == sum(p.numel() for p in draft.parameters()), flags
+
+
+def test_a_targets_parameters_are_the_models(tiny_target):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(tiny_target)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    every, active = target_parameters(config)
+    assert every == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
+    assert active == every - model.get_input_embeddings().weight.numel()
+
+
+# ---- MiniMax-M2.5, as the design has it ---------------------------------------------------------------------------
+
+
+def test_minimax_is_as_the_design_says(minimax, roomy):
+    config = minimax()
+    made = make_plan(config, stated(config, 10**9, 1000, 0.26), H200)
+    assert made["target"]["parameters"] == pytest.approx(229e9, rel=0.01)
+    assert made["target"]["active_parameters"] == pytest.approx(10e9, rel=0.05)
+    assert made["target"]["bytes"] == pytest.approx(229e9, rel=0.01)  # fp8
+    assert made["draft"]["layer_ids"] == [2, 31, 59] and made["draft"]["parameters"] == 343683072
+    assert made["disk"]["states"]["bf16"] == pytest.approx(20e12, rel=0.01)
+    assert made["disk"]["states"]["fp8"] == pytest.approx(10e12, rel=0.01)
+    assert made["hours"]["capture_rate"] == pytest.approx(34800, rel=0.01)
+    assert made["problems"] == []
+
+
+def test_a_tokens_bytes_are_the_designs(minimax, roomy):
+    config = minimax()
+
+    def nbytes(share):
+        return make_plan(config, stated(config, 10**6, 1000, share), H200)["disk"]["states"]["bf16"] / 10**6
+
+    assert nbytes(0) == 3 * 2 * 3072 + 5  # 18.4 KB, and ids and mask
+    assert nbytes(1) - nbytes(0) == 2 * 3072 + 4  # 6.1 KB, and its row
+
+
+def test_hours_are_tokens_by_rates(minimax, roomy):
+    config = minimax(train={"epochs": 3, "tokens_per_batch": 16384})
+    made = make_plan(config, stated(config, 3_600_000, 1000, 0.6), Rates(1000.0, 500.0, 1, 141e9))
+    assert made["hours"]["capture"] == pytest.approx(1.0)
+    assert made["hours"]["train"] == pytest.approx(3 * 0.9 * 2.0)
+    assert made["hours"]["train_rate_of"] == made["hours"]["capture_rate_of"] == "stated"
+
+
+def test_the_size_of_a_shard_is_the_plans(synthetic_run):
+    """What the plan says a run's states take is what they take, headers apart."""
+    from draftsmith.hidden_state_capture.reader import HiddenStateStore
+
+    store = HiddenStateStore(RunFolder.of(synthetic_run).hidden_states)
+    tensors = sum(sum(t.nbytes for t in store.stored(i).values()) for i in range(len(store.index)))
+    tokens = sum(r["length"] for r in store.index)
+    replies = sum(r["supervised_tokens"] for r in store.index)
+    amount = stated(synthetic_run, tokens, 10, replies / tokens)
+    assert make_plan(synthetic_run, amount, H200)["disk"]["states"]["bf16"] == tensors
+
+
+# ---- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def problems(config, tokens=10**9, gpu_bytes=141e9):
+    made = make_plan(config, stated(config, tokens, 1000, 0.26), Rates(gpus=1, gpu_bytes=gpu_bytes))
+    return [p["what"] + " " + p["mend"] for p in made["problems"]]
+
+
+def test_a_disk_that_is_too_small_gets_fp8_and_then_a_spool_as_its_mend(minimax, roomy):
+    roomy(free=15e12)
+    (said,) = problems(minimax())
+    assert "20,0" in said and "15,000.0 GB are free" in said and "capture.storage=fp8" in said
+    roomy(free=1e12)
+    (said,) = problems(minimax(capture={"storage": "fp8"}))
+    assert "capture.mode=spool and capture.spool_bytes=" in said
+
+
+def test_a_batch_that_is_too_large_gets_the_largest_that_fits(minimax, roomy):
+    (said,) = problems(minimax(train={"tokens_per_batch": 300_000, "epochs": 1}))
+    assert "a training step of 300,000 tokens takes" in said
+    fits = int(said.split("train.tokens_per_batch to ")[1].split(" ")[0])
+    assert problems(minimax(train={"tokens_per_batch": fits})) == []
+    assert problems(minimax(train={"tokens_per_batch": fits + 1000})) != []
+
+
+def test_a_gpu_that_cannot_hold_one_sample_is_said(minimax, roomy):
+    said = problems(minimax(target={"tensor_parallel": 64}), gpu_bytes=8e9)
+    assert any("Lower data.max_length or data.draft_vocab_size" in line for line in said)
+
+
+def test_a_target_that_is_too_large_for_its_gpus_is_said(minimax, roomy):
+    (said,) = problems(minimax(target={"tensor_parallel": 1}))
+    assert "229 GB on each of 1 GPUs of 141 GB" in said and "target.tensor_parallel to 2" in said
+
+
+def test_host_memory_that_is_too_small_is_said(minimax, roomy):
+    roomy(total=2e9)
+    assert any("Lower capture.pending_bytes" in line for line in problems(minimax()))
+
+
+# ---- how many tokens ---------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_run_is_counted(synthetic_run, tmp_path):
+    run = RunFolder.of(synthetic_run)
+    path = run.samples / "manifest.json"
+    tree = json.loads(path.read_text()) | {"tokens": 777, "reply_tokens": 333, "lengths": {"max": 20}}
+    path.write_text(json.dumps(tree))
+    amount = amount_of(synthetic_run, run)
+    assert (amount.samples, amount.tokens, amount.reply_tokens, amount.longest) == (24, 777, 333, 20)
+    assert amount.train_share == 20 / 24 and "counted" in amount.how
+
+
+def test_an_unprepared_run_is_estimated_and_says_so(make_config, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "x" * 40}]} for _ in range(1000)]
+    source = tmp_path / "p.jsonl"
+    source.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    config = make_config(data={"sources": [{"path": str(source)}]})
+    amount = amount_of(config, RunFolder.of(config))
+    assert amount.samples == 1000 and amount.tokens == 1000 * (10 + 16) and amount.reply_tokens == 16000
+    assert "estimated" in amount.how and "max_tokens (16), which is the most" in amount.how
+    half = make_config(data={"sources": [{"path": str(source), "weight": 0.5, "limit": 300}]})
+    assert amount_of(half, RunFolder.of(half)).samples == 150
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_rows_are_counted_in_other_formats(make_config, tmp_path, kind):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": f"question {i:04d}"} for i in range(1000)]
+    source = tmp_path / f"p.{kind}"
+    if kind == "json":
+        source.write_text(json.dumps(rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    config = make_config(data={"sources": [{"path": str(source)}]})
+    assert amount_of(config, RunFolder.of(config)).samples == pytest.approx(1000, rel=0.01)
+
+
+def test_kept_replies_count_by_their_length(make_config, tmp_path):
+    row = {"messages": [{"role": "user", "content": "u" * 40}, {"role": "assistant", "content": "a" * 80}]}
+    source = tmp_path / "p.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    config = make_config(data={"sources": [{"path": str(source)}], "replies": "keep"})
+    amount = amount_of(config, RunFolder.of(config))
+    assert (amount.tokens, amount.reply_tokens) == (30, 20)
+
+
+def test_a_source_of_unknown_size_asks_for_its_limit(make_config, tmp_path):
+    import gzip
+
+    source = tmp_path / "p.jsonl.gz"
+    source.write_bytes(gzip.compress(b'{"prompt": "q"}\n' * 500))
+    config = make_config(data={"sources": [{"path": str(source)}]})
+    with pytest.raises(UserError, match=r"p\.jsonl\.gz.*not known.*Give its `limit`"):
+        amount_of(config, RunFolder.of(config))
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def write(config, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return str(path)
+
+
+def test_the_command_prints_and_exits_by_what_fits(minimax, roomy, tmp_path):
+    file = write(minimax(), tmp_path)
+    args = ["plan", "-c", file, "--tokens", "1000000", "--gpu-memory", "141"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0 and "all of it fits" in done.stdout and "343.7 M" in done.stdout
+    roomy(free=1e6)
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 1 and "does not fit" in done.stdout
+    made = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
+    assert made["amount"]["tokens"] == 10**6 and len(made["problems"]) == 1
+
+
+def test_a_plan_loads_neither_torch_nor_transformers(minimax, tmp_path):
+    file = write(minimax(), tmp_path)
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None, vllm=None)\n"
+        "from draftsmith.core.cli import app\n"
+        f"app(['plan', '-c', {file!r}, '--tokens', '1000', '--gpu-memory', '400', '--json'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["problems"] == []
+
+
+@pytest.mark.parametrize("text", ["{}", "not json"])
+def test_a_target_without_a_config_is_named(minimax, roomy, tmp_path, text):
+    config = minimax()
+    (tmp_path / "MiniMax-M2.5" / "config.json").write_text(text)
+    with pytest.raises(UserError, match="not the config of a causal language model"):
+        make_plan(config, stated(config, 10, 10, 0.5), H200)
