@@ -17,6 +17,9 @@ from safetensors import SafetensorError
 
 from draftsmith.core.atomic import remove, write_text
 from draftsmith.core.cli_capture import ACTIONS, capture_share
+from draftsmith.core.cli_eval import eval_app
+from draftsmith.core.cli_export import export_app
+from draftsmith.core.cli_group import STAGE
 from draftsmith.core.cli_plan import plan
 from draftsmith.core.cli_store import store_app
 from draftsmith.core.config import Config
@@ -34,6 +37,8 @@ data_app = typer.Typer(help="Look at the samples of a run.", no_args_is_help=Tru
 app.add_typer(data_app, name="data")
 app.add_typer(store_app, name="store")
 app.command()(plan)
+app.add_typer(eval_app, name="eval")
+app.add_typer(export_app, name="export")
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output and make it again.")]
@@ -82,7 +87,7 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False)
             run_train(loaded, check_capture)
 
 
-@app.command("eval")
+@eval_app.command(STAGE, hidden=True)
 def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Stage 4: replay offline, serve on vLLM, report; exports what it serves."""
     from draftsmith.eval.stage import evaluate as run_evaluate
@@ -90,13 +95,6 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = Fal
     with _run(config, overrides, fresh, lambda run: [run.eval]) as loaded:
         _export(loaded)
         run_evaluate(loaded)
-
-
-@app.command()
-def export(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Stage 5: the draft as vLLM loads it, verified."""
-    with _run(config, overrides, fresh, lambda run: [run.export]) as loaded:
-        _export(loaded)
 
 
 @data_app.command("show")
@@ -145,12 +143,16 @@ def doctor() -> None:
 def schema(
     check: Annotated[bool, typer.Option("--check", help="Compare instead of writing.")] = False,
 ) -> None:
-    """Write configs/schema.json, which editors use to complete and check configs."""
-    path = Path(str(files("draftsmith.configs").joinpath("schema.json")))
-    if not check:
-        write_text(path, schema_json())
-    elif not path.is_file() or path.read_text(encoding="utf-8") != schema_json():
-        raise StageFailed(f"{path} is not the schema of core/config.py; write it with `draftsmith schema`.")
+    """Write configs/schema.json, which editors check configs by, and report.schema.json, which describes reports."""
+    from draftsmith.eval.schema import report_schema
+
+    folder = files("draftsmith.configs")
+    for name, text in (("schema.json", schema_json()), ("report.schema.json", report_schema())):
+        path = Path(str(folder.joinpath(name)))
+        if not check:
+            write_text(path, text)
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            raise StageFailed(f"{path} is not the schema in the source; write it with `draftsmith schema`.")
 
 
 @contextmanager

@@ -52,16 +52,18 @@ def plan_steps(lengths: list[int], config: Config, world_size: int) -> list[list
 
     Args:
         lengths: tokens of every training sample, in order of sample ids.
-        config: `run.seed`, `train.epochs` and `train.tokens_per_batch` decide.
+        config: `run.seed`, `train.epochs`, `train.tokens_per_batch` and `train.grad_accum_steps` decide.
         world_size: processes that train.
 
     Returns:
-        plan[step][rank]: positions into `lengths`; each exactly once an epoch.
+        plan[batch][rank]: positions into `lengths`; each exactly once an epoch. `train.grad_accum_steps` batches in a
+        row make an optimizer step, the same one however they are spread over processes.
     """
     plan: list[list[list[int]]] = []
     for epoch in range(config.train.epochs):
         order = epoch_order(len(lengths), config.run.seed, epoch)
         batches = plan_batches(lengths, config.train.tokens_per_batch, order)
+        batches += [[] for _ in range(-len(batches) % (world_size * config.train.grad_accum_steps))]
         shares = [rank_share(batches, rank, world_size) for rank in range(world_size)]
         plan += [list(step) for step in zip(*shares, strict=True)]
     return plan

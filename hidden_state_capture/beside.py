@@ -5,11 +5,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from draftsmith.core.config import Config
-from draftsmith.core.engine import engine_processes, has_cuda, in_engine_process, outcome, require_vllm
+from draftsmith.core.engine import EngineProcess, has_cuda, in_engine_process, outcome, require_vllm
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import read_manifest
 from draftsmith.core.run import RunFolder
@@ -51,11 +50,11 @@ def capturing(config: Config) -> Iterator[Callable[[], None]]:
         with _environment(theirs):
             capture(config)
             require_vllm("train")
-            (running,) = stack.enter_context(engine_processes([partial(feed_training, config)]))
+            running = stack.enter_context(EngineProcess()).submit(feed_training, config)
 
         def check() -> None:
             if running.done():
-                outcome(running)
+                outcome(running, "capture")
 
         yield check
 

@@ -64,7 +64,12 @@ class Feed:
         """Training goes on from an optimizer step."""
 
     def batch(self, step: int) -> Batch:
-        """This rank's batch of an optimizer step; may be called from another thread."""
+        """This rank's batch of an optimizer step; may be called from another thread.
+
+        The system reads the next one's states from the disk meanwhile: one batch is in memory, one on its way there.
+        """
+        if step + 1 < len(self.plan):
+            self.store.will_need(self.plan[step + 1])
         return collate(self.store, self.plan[step])
 
     def done(self, steps: int) -> list[dict[str, str]]:

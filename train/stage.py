@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
-from draftsmith.core.checkpoint import Checkpoint, build_objective, read_checkpoint
+from draftsmith.core.checkpoint import Checkpoint, build_objective, own_weights, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import resolve_shape
 from draftsmith.core.engine import has_bfloat16
@@ -23,6 +23,7 @@ from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.vocab import load_mapping
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train.average import Average
 from draftsmith.train.feed import Feed, nothing_to_check, open_feed, open_store
 from draftsmith.train.loop import Trainer
 from draftsmith.train.metrics import Metrics
@@ -53,7 +54,7 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     accelerator = _accelerator(config, run)
     inputs = train_inputs(config, run)
     feed = open_feed(store, config, accelerator.process_index, accelerator.num_processes, check_capture)
-    total = len(feed.plan)
+    total = len(feed.plan) // config.train.grad_accum_steps
     if not total:
         raise UserError(f"{run.hidden_states} holds no training sample.", "Add prompts, or lower data.eval_share.")
     state = TrainState(0, total, 0, accelerator.num_processes, inputs)
@@ -67,9 +68,9 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
         run.open(config)
     set_seed(config.run.seed)
     try:
-        feed.start(checkpoint.state["step"] if checkpoint else 0)
+        feed.start(checkpoint.state["step"] * config.train.grad_accum_steps if checkpoint else 0)
         trainer = _trainer(config, run, store, target, accelerator, feed, state, checkpoint)
-        trainer.run()
+        finished = trainer.run()
     except torch.OutOfMemoryError as error:
         raise StageFailed(
             f"training ran out of GPU memory at step {state.step + 1}; lower train.tokens_per_batch (now "
@@ -78,6 +79,9 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     finally:
         feed.close(finished=state.step == total)
     trainer.metrics.close()
+    if not finished:
+        say(f"draft: stopped by SIGTERM at step {state.step} of {total}, which is saved; the same command goes on")
+        return
     if accelerator.is_main_process:
         _write_manifest(run, asdict(state))
     say(f"draft: {total} steps -> {run.checkpoints}/step-{total:07d}")
@@ -131,20 +135,25 @@ def _trainer(
     loss = LossOptions.of(config.train)
     bare = build_objective(target, shape, torch.from_numpy(mapping.target_ids), norm_form, loss)
     if checkpoint:
-        bare.draft.load_state_dict(checkpoint.tensors)
-        state.step, state.skipped_in_a_row = checkpoint.state["step"], checkpoint.state["skipped_in_a_row"]
+        bare.draft.load_state_dict(own_weights(checkpoint))
+        for name in ("step", "skipped_in_a_row", "skipped", "best"):
+            setattr(state, name, checkpoint.state[name])
         say(f"draft: going on from step {state.step} of {state.total_steps}")
     elif config.draft.init == "target":
         init_from_target(bare, target, torch.from_numpy(mapping.target_ids))
     bare.draft.lm_head.requires_grad_(config.draft.train_lm_head)
-    optimizer: Any = make_optimizer(config.train, [p for p in bare.draft.parameters() if p.requires_grad])
+    optimizer: Any = make_optimizer(
+        config.train, [(name, p) for name, p in bare.draft.named_parameters() if p.requires_grad]
+    )
     half = accelerator.mixed_precision == "bf16"
     step = TrainingStep(bare, config.train, fused_dtype(config.train, shape, accelerator.device, half))
     module, optimizer = accelerator.prepare(step, optimizer)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    metrics = Metrics(run.metrics, accelerator, config, state.step)
-    return Trainer(config, accelerator, store, module, step, optimizer, feed, store.numbers("eval"), metrics, state)
+    decay, kept = config.train.ema_decay, checkpoint.tensors if checkpoint else None
+    average = Average(step.objective.draft, decay, kept) if decay else None
+    metrics, held_out = Metrics(run.metrics, accelerator, config, state.step), store.numbers("eval")
+    return Trainer(config, accelerator, store, module, step, optimizer, feed, held_out, metrics, state, average)
 
 
 def init_from_target(objective: Objective, target: Target, target_ids: torch.Tensor) -> None:

@@ -23,15 +23,29 @@ CLOCK = ("time", "tokens_per_second", "data_wait_seconds", "capture_wait_seconds
 
 
 @pytest.fixture
-def spool_run(synthetic_run, changed):
+def spool_run(synthetic_run, recaptured):
     """A prepared run whose held-out samples are captured for spool mode, without vLLM."""
-    config = changed(synthetic_run, capture=SPOOL)
+    return recaptured(synthetic_run, **SPOOL)
+
+
+@pytest.fixture
+def recaptured(changed):
+    """`recaptured(config, storage="fp8")`: the run with other capture settings, captured anew without vLLM."""
+
+    def make(config, **settings):
+        return _capture(changed(config, capture=settings))
+
+    return make
+
+
+def _capture(config):
     run, target = RunFolder.of(config), resolve_target(config.target)
     shutil.rmtree(run.hidden_states)
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
     heads, inputs = heads_to_store(config, read_heads(run.samples)), capture_inputs(config, target, layer_ids, run)
-    writer = ShardWriter(run.hidden_states, WriterConfig(config.capture.shard_bytes, config.capture.pending_bytes))
-    for s in read_samples(run.samples, "eval"):
+    sizes = (config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage)
+    writer, kept = ShardWriter(run.hidden_states, WriterConfig(*sizes)), {h.sample_id for h in heads}
+    for s in [s for s in read_samples(run.samples) if s.sample_id in kept]:
         states = spool_sides.drawn_states(int(s.sample_id[2:5]), len(s.input_ids))
         writer.put(SampleStates(s.sample_id, s.input_ids, [list(x) for x in s.loss_spans], states, ready=bool))
     writer.flush()

@@ -1,5 +1,7 @@
 """The spool: capture and training at once over a bounded folder give what the store gives."""
 
+import shutil
+
 import pytest
 import spool_sides
 from spool_sides import capture_beside
@@ -31,6 +33,19 @@ def test_a_spool_trains_as_the_store_does_bit_for_bit(spool_run, from_store, fig
     assert not run.spool.exists()
     assert HiddenStateStore(run.hidden_states).manifest["mode"] == "spool"
     assert {r["split"] for r in HiddenStateStore(run.hidden_states).index} == {"eval"}
+
+
+def test_a_spool_in_fp8_trains_as_a_store_in_fp8(synthetic_run, recaptured, from_store, weights):
+    stored = recaptured(synthetic_run, storage="fp8")
+    train(stored)
+    from_fp8 = weights(stored)
+    shutil.rmtree(RunFolder.of(stored).checkpoints)
+    spool = {"mode": "spool", "spool_bytes": 60_000, "spool_capture": "own", "shard_bytes": 8 * 1024}
+    spooled = recaptured(synthetic_run, storage="fp8", **spool)
+    with capture_beside(spooled) as ended:
+        train(spooled)
+    assert not ended
+    assert weights(spooled) == from_fp8 != weights(from_store)
 
 
 def test_bytes_in_flight_and_both_sides_waits_are_logged(spool_run, capsys, logged):
