@@ -48,6 +48,18 @@ def test_a_spool_in_fp8_trains_as_a_store_in_fp8(synthetic_run, recaptured, from
     assert weights(spooled) == from_fp8 != weights(from_store)
 
 
+def test_so_does_one_with_accumulated_steps(spool_run, recaptured, changed, weights):
+    config = recaptured(changed(spool_run, train={"grad_accum_steps": 3}), spool_bytes=250_000)
+    with capture_beside(config) as ended:
+        train(config)
+    assert not ended
+    from_spool = weights(config)
+    shutil.rmtree(RunFolder.of(config).checkpoints)
+    config = recaptured(config, mode="store")
+    train(config)
+    assert weights(config) == from_spool
+
+
 def test_bytes_in_flight_and_both_sides_waits_are_logged(spool_run, capsys, logged):
     with capture_beside(spool_run):
         train(spool_run)
