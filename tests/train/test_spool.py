@@ -127,6 +127,7 @@ def test_too_many_rejected_samples_stop_both_sides(spool_run):
     with capture_beside(spool_run, spoiled=("c-003/0", "c-007/0")) as ended, ends:
         train(spool_run)
     assert "of 20 samples have unusable states (capture.max_rejected_share is 1.0%)" in str(ended[0])
+    assert RunFolder.of(spool_run).complete_checkpoints()  # at the last step that had its samples
 
 
 # ---- two sides that do not fit ---------------------------------------------------------------------------------------
