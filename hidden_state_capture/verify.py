@@ -23,7 +23,7 @@ from draftsmith.core.manifest import manifest_hash, read_manifest, require_manif
 from draftsmith.core.progress import meter
 from draftsmith.core.samples import iter_samples
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
-from draftsmith.hidden_state_capture.writer import sample_sha256
+from draftsmith.hidden_state_capture.shard import sample_sha256
 
 
 @dataclass(frozen=True)
