@@ -1,11 +1,13 @@
 """A batch of packed documents: the one input of the draft's unroll, in training and in replay."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from draftsmith.core.errors import UserError
 from draftsmith.core.fp8_states import decode
 
 T = TypeVar("T")
@@ -55,3 +57,12 @@ class Batch:
     def num_tokens(self) -> int:
         """T."""
         return self.offsets[-1]
+
+    def lacks_label(self, row: int) -> UserError:
+        """What to raise where a packed row that is a label has no last state: the store is not what capture wrote."""
+        document = bisect_right(self.offsets, row) - 1
+        return UserError(
+            f"sample {self.sample_ids[document]}: its token {row - self.offsets[document]} is supervised, and the "
+            "hidden states hold no last state of the target there.",
+            "They are damaged; run `draftsmith capture --fresh`.",
+        )

@@ -2,6 +2,7 @@
 
 draft.safetensors   parameters under vLLM's names, plus d2t and t2d
 draft.json          shape, layer ids, norm form
+own.safetensors     parameters that training goes on with, where draft.safetensors holds their running average
 optimizer.pt        optimizer and schedule (torch, loaded with weights_only)
 state.json          step, plan position, inputs
 COMPLETE            written last; a folder without it does not exist for anyone
@@ -28,6 +29,7 @@ from draftsmith.core.target import Target
 from draftsmith.core.target_weights import load_target_weights
 
 WEIGHTS, DRAFT, OPTIMIZER, STATE = "draft.safetensors", "draft.json", "optimizer.pt", "state.json"
+OWN = "own.safetensors"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def write_checkpoint(
     draft: dict[str, Any],
     optimizer: dict[str, Any],
     state: dict[str, Any],
+    own: dict[str, Tensor] | None = None,
 ) -> None:
     """Write one checkpoint, whole or not at all.
 
@@ -73,9 +76,12 @@ def write_checkpoint(
         draft: `shape`, `layer_ids`, `norm_form`.
         optimizer: state dicts for torch.save.
         state: JSON-serialisable loop state.
+        own: the weights of training, where `tensors` are an average of them.
     """
     with atomic_folder(folder, marker=COMPLETE) as tmp:
         save_file({k: v.contiguous() for k, v in tensors.items()}, tmp / WEIGHTS)
+        if own is not None:
+            save_file({k: v.contiguous() for k, v in own.items()}, tmp / OWN)
         try:
             torch.save(optimizer, tmp / OPTIMIZER)
         except RuntimeError as error:  # torch's way to say that the disk is full
@@ -94,6 +100,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(
         folder, DraftShape(**draft["shape"]), tensors, d2t, t2d, draft["layer_ids"], draft["norm_form"], state
     )
+
+
+def own_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The parameters that training goes on with."""
+    path = checkpoint.folder / OWN
+    if not path.is_file():
+        return checkpoint.tensors
+    with reading(path, f"Delete {checkpoint.folder} and run `draftsmith train` again."):
+        own: dict[str, Tensor] = load_file(path)
+    return own
 
 
 def final_checkpoint(run: RunFolder, needed_by: str) -> Path:
@@ -116,6 +132,39 @@ def final_checkpoint(run: RunFolder, needed_by: str) -> Path:
             "Run `draftsmith train` again: it goes on from there.",
         )
     return done[-1]
+
+
+def chosen_checkpoint(run: RunFolder, which: str, needed_by: str) -> Path:
+    """The checkpoint that `export.checkpoint` names: `last`, `best`, `step-N`, or a path.
+
+    Raises:
+        UserError: there is none of that name, or none that was evaluated.
+    """
+    if which == "last":
+        return final_checkpoint(run, needed_by)
+    done = run.complete_checkpoints()
+    kept = f"Those kept: {', '.join(p.name for p in done) or 'none'} (train.keep_checkpoints)."
+    if which == "best":
+        by_step = {row["step"]: row["eval_acceptance_length"] for row in _evaluations(run)}
+        judged = [(by_step[step], step, p) for p in done if (step := int(p.name.removeprefix("step-"))) in by_step]
+        if not judged:
+            raise UserError(
+                f"{run.checkpoints}: no checkpoint was evaluated on held-out samples.",
+                f"Give train.save_interval a multiple of train.eval_interval, or name a checkpoint. {kept}",
+            )
+        return max(judged)[2]
+    named = which.removeprefix("step-")
+    path = run.checkpoints / f"step-{int(named):07d}" if named.isdigit() else Path(which).expanduser()
+    if not (path / COMPLETE).is_file():
+        raise UserError(f"export.checkpoint: {path} is no complete checkpoint.", kept)
+    return path
+
+
+def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
+    if not run.metrics.is_file():
+        return []
+    rows = (json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row.get("eval_acceptance_length") is not None]
 
 
 def build_objective(

@@ -17,6 +17,9 @@ from safetensors import SafetensorError
 
 from draftsmith.core.atomic import remove, write_text
 from draftsmith.core.cli_capture import ACTIONS, capture_share
+from draftsmith.core.cli_eval import eval_app
+from draftsmith.core.cli_export import export_app
+from draftsmith.core.cli_group import STAGE
 from draftsmith.core.cli_plan import plan
 from draftsmith.core.cli_store import store_app
 from draftsmith.core.config import Config
@@ -34,6 +37,8 @@ data_app = typer.Typer(help="Look at the samples of a run.", no_args_is_help=Tru
 app.add_typer(data_app, name="data")
 app.add_typer(store_app, name="store")
 app.command()(plan)
+app.add_typer(eval_app, name="eval")
+app.add_typer(export_app, name="export")
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output and make it again.")]
@@ -57,15 +62,15 @@ def capture(
 
     `capture merge` makes one store of all shares, `capture serve-args` prints how to start a server that captures.
     """
-    from draftsmith.hidden_state_capture.stage import capture as run_capture
+    from draftsmith.hidden_state_capture.beside import capture_alone
 
     if overrides and (action := ACTIONS.get(overrides[0])):
         return action(load_config(config, overrides[1:]), fresh)
     if shard:
         return capture_share(load_config(config, overrides), shard, fresh)
-    with _run(config, overrides, fresh, lambda run: [run.hidden_states]) as loaded:
+    with _run(config, overrides, fresh, lambda run: [run.hidden_states, run.spool], side="capture") as loaded:
         _prepare(loaded)
-        run_capture(loaded)
+        capture_alone(loaded)
 
 
 @app.command()
@@ -74,10 +79,15 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False)
     from draftsmith.train.stage import train as run_train
 
     with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]) as loaded:
-        run_train(loaded)
+        if loaded.capture.mode == "store":
+            return run_train(loaded)
+        from draftsmith.hidden_state_capture.beside import capturing
+
+        with capturing(loaded) as check_capture:
+            run_train(loaded, check_capture)
 
 
-@app.command("eval")
+@eval_app.command(STAGE, hidden=True)
 def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Stage 4: replay offline, serve on vLLM, report; exports what it serves."""
     from draftsmith.eval.stage import evaluate as run_evaluate
@@ -85,13 +95,6 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = Fal
     with _run(config, overrides, fresh, lambda run: [run.eval]) as loaded:
         _export(loaded)
         run_evaluate(loaded)
-
-
-@app.command()
-def export(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Stage 5: the draft as vLLM loads it, verified."""
-    with _run(config, overrides, fresh, lambda run: [run.export]) as loaded:
-        _export(loaded)
 
 
 @data_app.command("show")
@@ -140,26 +143,34 @@ def doctor() -> None:
 def schema(
     check: Annotated[bool, typer.Option("--check", help="Compare instead of writing.")] = False,
 ) -> None:
-    """Write configs/schema.json, which editors use to complete and check configs."""
-    path = Path(str(files("draftsmith.configs").joinpath("schema.json")))
-    if not check:
-        write_text(path, schema_json())
-    elif not path.is_file() or path.read_text(encoding="utf-8") != schema_json():
-        raise StageFailed(f"{path} is not the schema of core/config.py; write it with `draftsmith schema`.")
+    """Write configs/schema.json, which editors check configs by, and report.schema.json, which describes reports."""
+    from draftsmith.eval.schema import report_schema
+
+    folder = files("draftsmith.configs")
+    for name, text in (("schema.json", schema_json()), ("report.schema.json", report_schema())):
+        path = Path(str(folder.joinpath(name)))
+        if not check:
+            write_text(path, text)
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            raise StageFailed(f"{path} is not the schema in the source; write it with `draftsmith schema`.")
 
 
 @contextmanager
 def _run(
-    config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]]
+    config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]], side: str = ""
 ) -> Iterator[Config]:
-    """The checked config of a stage, its run locked, and with `fresh` the stage's old output gone."""
+    """The checked config of a stage, its run locked, and with `fresh` the stage's old output gone.
+
+    `side` is the stage's name where it runs beside another one, as in spool mode with a capture of the user's.
+    """
     from draftsmith.core.target import resolve_layer_ids, resolve_target
 
     loaded = load_config(config, overrides)
     # Whatever the stage, a target that cannot be read or layers that it lacks are said before anything is done.
     resolve_layer_ids(loaded.capture, resolve_target(loaded.target).num_layers)
     run = RunFolder.of(loaded)
-    with run.lock():
+    beside = loaded.capture.mode == "spool" and loaded.capture.spool_capture == "own"
+    with run.lock(side if beside else ""):
         # Under torchrun the processes share the folder: one deletes.
         if fresh and os.environ.get("RANK", "0") == "0":
             for path in outputs(run):

@@ -55,7 +55,7 @@ def _show(name: str, storage: str, made: dict[str, Any]) -> None:
         ("disk", _size(disk["needed"]), f"to be written in {disk['folder']}, {_size(disk['free'])} free"),
         *((stage, f"{hours[stage]:,.2f} h", f"{hours[f'{stage}_tokens']:,} tokens at {hours[f'{stage}_rate']:,.0f} a "
            f"second, {hours[f'{stage}_rate_of']}") for stage in ("capture", "train")),
-        ("GPU memory", _size(used), f"of {_size(gpu['bytes'])} ({gpu['of']}), while training:"),
+        ("GPU memory", _size(used), f"of {_size(gpu['bytes'])} ({gpu['of']}), on each of {gpu['count']} that train:"),
         *(("", _size(size), part) for part, size in gpu["training"].items()),
         ("host memory", _size(made["host"]["capture_bytes"]), f"while capturing, of {_size(made['host']['bytes'])}"),
     ]  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from draftsmith.core.config_eval import EvalConfig
 from draftsmith.core.config_train import DraftConfig, TrainConfig
 from draftsmith.core.section import PositiveInt, Section, Share
 
@@ -77,8 +78,8 @@ class TargetConfig(Section):
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch); null: the default branch.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "bfloat16",
-        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU that only emulates bfloat16 "
-        "(15 times slower).",
+        description="Dtype the engine runs in. auto: bfloat16, and float32 on a CPU or a GPU (before sm_80) that "
+        "only emulates bfloat16 (15 times slower on a CPU).",
     )
     chat_template: str | None = Field(None, description="Path of a Jinja chat template; null: the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -200,9 +201,9 @@ class DataConfig(Section):
     )
     history: Literal["own", "source"] = Field(
         "own",
-        description="What stands before a regenerated reply. own: the target's earlier replies; a conversation ends "
-        "where a tool would have to answer them. source: the source's messages as they are, a reply wherever it has "
-        "one, tool turns included.",
+        description="What stands before a regenerated reply. own: the target's earlier replies, and nothing of the "
+        "source's; a conversation ends where a tool would have to answer. source: the source's messages as they are, "
+        "a reply wherever it has one, tool turns included.",
     )
     server: ServerConfig | None = Field(None, description="Regenerate on a running server; null: an own engine.")
     sampling: SamplingConfig = SamplingConfig()
@@ -261,8 +262,25 @@ class CaptureConfig(Section):
         description="Number format of the states on disk. fp8: e4m3 with a scale for every token and layer, half the "
         "bytes.",
     )
-    mode: Literal["store"] = Field("store", description="store: all states are written before training starts.")
-    spool_bytes: None = Field(None, description="Only null for now: the spool is not built yet.")
+    mode: Literal["store", "spool"] = Field(
+        "store",
+        description="store: all states are written before training starts; spool: only the held-out samples' are, the "
+        "others pass through a bounded folder while training runs, in every epoch anew.",
+    )
+    spool_bytes: PositiveInt | None = Field(
+        None, description="Bytes that spool mode's folder may hold at any time; at least two shards."
+    )
+    spool_capture: Literal["train", "own"] = Field(
+        "train",
+        description="In spool mode. train: `draftsmith train` starts and ends the capture; own: it waits for a "
+        "`draftsmith capture` of yours, in another terminal or on another host with the same run folder.",
+    )
+    spool_gpus: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        min_length=1,
+        description="GPUs that capture has in spool mode, by their place among the visible ones; training has the "
+        "others. null: both share all.",
+    )
     data_parallel: PositiveInt = Field(
         1, description="Engines side by side: on this host, each with target.tensor_parallel GPUs, or on a Ray cluster."
     )
@@ -302,28 +320,54 @@ class CaptureConfig(Section):
     )
     probe: ProbeConfig = ProbeConfig()
 
-
-class EvalConfig(Section):
-    """Replay on held-out samples, and serving with the exported draft."""
-
-    k: list[PositiveInt] = Field(default_factory=lambda: [3], min_length=1, description="Draft lengths.")
-    temperature: list[Annotated[float, Field(ge=0.0)]] = Field(default_factory=lambda: [0.0], min_length=1)
-    concurrency: list[PositiveInt] = Field(default_factory=lambda: [1], min_length=1, description="Requests in flight.")
-    sets: list[str] = Field(
-        default_factory=list,
-        description="Sources of prompts, as in `data.sources`; the held-out samples are always a set.",
-    )
-    max_prompts: PositiveInt | None = Field(None, description="Prompts served per set; null: all.")
-    bootstrap: PositiveInt = Field(1000, description="Bootstrap draws of the confidence intervals.")
+    @model_validator(mode="after")
+    def _spool_is_bounded(self) -> Self:
+        if self.mode == "spool" and self.spool_bytes is None:
+            raise ValueError("capture.mode is spool; set capture.spool_bytes to the bytes that its folder may hold")
+        if self.mode == "spool" and (self.data_parallel > 1 or self.launcher != "local" or self.server):
+            raise ValueError(
+                "capture.mode spool has one engine of its own: leave data_parallel, launcher and server out"
+            )
+        return self
 
 
 class ExportConfig(Section):
-    """The checkpoint that vLLM loads."""
+    """The checkpoint that a server loads."""
 
-    format: Literal["hf"] = Field("hf", description="hf: plain Hugging Face layout as vLLM reads it.")
-    verify: bool = Field(True, description="Check completeness and that the reloaded draft gives the trainer's logits.")
+    checkpoint: str = Field(
+        "last",
+        description="last: of a finished training; best: of those kept, the one with the highest replayed acceptance; "
+        "step-NNNNNNN; or the path of a checkpoint.",
+    )
+    format: Literal["hf", "speculators"] = Field(
+        "hf", description="hf: plain Hugging Face layout as vLLM reads it; speculators: vLLM's self-contained one."
+    )
+    layer_id_convention: Literal["vllm", "sglang"] = Field(
+        "vllm",
+        description="vllm: id k is the state after k layers; sglang: k - 1, which vLLM would read as other layers.",
+    )
+    license: str | None = Field(None, description="Licence in the model card; null: the target's.")
+    verify: bool | Literal["offline"] = Field(
+        True,
+        description="true: complete by vLLM's contract, the trainer's logits after reloading, and where vLLM is "
+        "installed the same drafts and acceptance on it; offline: all but the engine; false: nothing.",
+    )
+    verify_prompts: PositiveInt = Field(16, description="Held-out prompts that the engine is given.")
+    verify_k: PositiveInt = Field(3, description="Tokens that it drafts a round.")
+    verify_concurrency: PositiveInt = Field(8, description="Requests in flight while acceptance is measured.")
     max_logit_error: float = Field(
         0.02, gt=0.0, description="Bound on the relative error of the exported (bfloat16) draft's logits."
+    )
+    max_served_logit_error: float = Field(
+        0.05,
+        gt=0.0,
+        description="Bound on the relative error of the engine's draft logits, on the engine's own states.",
+    )
+    max_tie: float = Field(
+        0.25, ge=0.0, description="Logits that two tokens may differ by for either to count as the trainer's choice."
+    )
+    max_acceptance_gap: float = Field(
+        0.02, gt=0.0, description="Bound on the relative difference of served and replayed acceptance length."
     )
 
 

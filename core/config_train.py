@@ -73,7 +73,9 @@ class TrainConfig(Section):
         "uniform", description="uniform: within +- hidden_noise; gaussian: of that standard deviation."
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Matrix products; weights stay float32. auto: bfloat16 on a GPU or a CPU that has it."
+        "auto",
+        description="Matrix products; weights stay float32. auto: bfloat16 on a GPU (sm_80 and newer) or a "
+        "CPU that has it.",
     )
     kernels: Literal["auto", "fused", "eager"] = Field(
         "auto",
@@ -89,20 +91,41 @@ class TrainConfig(Section):
         4 * 1024**3, ge=1024, description="The fused pass holds at most about this many bytes of the draft's logits."
     )
     tokens_per_batch: PositiveInt = Field(16384, description="Packed tokens of one batch on one process.")
+    grad_accum_steps: PositiveInt = Field(
+        1, description="Batches of one process that make one optimizer step; 4 on one process equal 1 on four."
+    )
     epochs: PositiveInt = Field(10, description="Passes over the training samples.")
     learning_rate: float = Field(1.0e-4, gt=0.0)
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: torch's Muon for the matrices between embedding and lm_head, AdamW for all else; one "
+        "learning rate fits both.",
+    )
+    muon_momentum: float = Field(0.95, ge=0.0, lt=1.0, description="Muon's decay of the momentum.")
     betas: list[Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
         default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW moments' decay."
     )
     weight_decay: float = Field(0.0, ge=0.0)
     warmup_ratio: float = Field(0.015, ge=0.0, lt=1.0, description="Share of the optimizer steps that warm up.")
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int | None = Field(
+        None, ge=0, description="Optimizer steps that warm up, whatever the number of processes; null: warmup_ratio."
+    )
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine", description="Of the learning rate after warm-up. wsd: constant, then linear to zero over decay_ratio."
+    )
+    decay_ratio: float = Field(0.2, gt=0.0, le=1.0, description="Share of the optimizer steps that wsd falls over.")
+    ema_decay: float | None = Field(
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="Keep a running average of the weights, which is evaluated and exported, e.g. 0.999; null: none.",
+    )
     max_grad_norm: float = Field(0.5, gt=0.0, description="Gradients are clipped to this norm.")
     max_skipped_steps: PositiveInt = Field(10, description="Non-finite gradients in a row that stop training.")
     log_interval: PositiveInt = Field(10, description="Optimizer steps between log lines.")
     eval_interval: PositiveInt = Field(200, description="Optimizer steps between evaluations on held-out samples.")
     save_interval: PositiveInt = Field(200, description="Optimizer steps between checkpoints.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept.")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept, beside the best.")
     trackers: list[Literal["wandb", "tensorboard", "trackio"]] = Field(
         default_factory=list, description="Accelerate trackers; metrics.jsonl is always written."
     )

@@ -52,14 +52,14 @@ class Attention(nn.Module):
 
     def query(self, embed_q_RO: Tensor, feature_RH: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """[R, N, D], rotated."""
-        return _rotate(self._heads(self.q_proj, embed_q_RO, feature_RH), rope)
+        return rotate(self._heads(self.q_proj, embed_q_RO, feature_RH), rope)
 
     def key_value(
         self, embed_k_RO: Tensor, embed_v_RO: Tensor, feature_RH: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """[R, G, D] each; keys rotated."""
         k_RGD = self._heads(self.k_proj, embed_k_RO, feature_RH)
-        return _rotate(k_RGD, rope), self._heads(self.v_proj, embed_v_RO, feature_RH)
+        return rotate(k_RGD, rope), self._heads(self.v_proj, embed_v_RO, feature_RH)
 
     def _heads(self, projection: nn.Linear, embed_RO: Tensor, feature_RH: Tensor) -> Tensor:
         whole_RO = embed_RO + F.linear(feature_RH, projection.weight[:, feature_RH.shape[-1] :])
@@ -158,7 +158,7 @@ class DraftModel(nn.Module):
         return cos[0, :, None], sin[0, :, None]
 
 
-def _rotate(x_RND: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_RND: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate-half form, in float32, as Llama's; the part of a head beyond the tables' width is left as it is."""
     cos, sin = rope
     x, rest = x_RND[..., : cos.shape[-1]].float(), x_RND[..., cos.shape[-1] :]

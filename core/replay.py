@@ -1,21 +1,30 @@
-"""Exact offline acceptance: walk each reply as the server does, with the draft's own chains at every row.
+"""Offline acceptance: walk each reply as the server does, with the draft's own chains at every row.
 
 n[t] is the number of leading matches of steps 1..K at row t. A round at row t emits its n[t] accepted tokens and one
 more of the target's, so the next round is at row t + n[t] + 1; the first is at the row before the reply's first
 token, and no round counts tokens past the reply's end. Acceptance length = 1 + accepted / rounds, as vLLM counts it.
-Exact for replies made at temperature 0; an estimate for sampled ones.
+Exact for replies made at temperature 0. For replies sampled at T > 0 it is one draw of what the server would count:
+vLLM proposes the draft's argmax and accepts it with the target's probability, and a sampled reply holds it as often.
+
+For another temperature than the replies', `expected_walk` takes the probability of every acceptance instead of its
+outcome, along the reply that is there: an estimate, since the server would have gone on from other tokens.
+
+A table is float64 [S, 1 + K]: of every sample its rounds, then the rounds whose i-th draft was accepted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.core.batch import Batch
 from draftsmith.core.objective import Objective, StepSums, supervised_rows
 from draftsmith.core.unroll import reply_runs
+
+Table = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -50,51 +59,124 @@ def walk(batch: Batch, leading_T: Tensor, k: int) -> list[SampleRounds]:
         leading_T: n[t] of `chain_matches` with steps >= k.
         k: drafted tokens a round.
     """
+    return walks(batch, leading_T, [k])[0]
+
+
+def walks(batch: Batch, leading_T: Tensor, ks: Sequence[int]) -> list[list[SampleRounds]]:
+    """`walk` for several draft lengths, what they share worked out once."""
     leading, runs, mask = leading_T.tolist(), reply_runs(batch).tolist(), batch.loss_mask_T.tolist()
-    out = []
-    for d, sample_id in enumerate(batch.sample_ids):
-        accepted: list[int] = []
-        for start in _reply_starts(mask, batch.offsets[d], batch.offsets[d + 1]):
-            row = start - 1
-            while runs[row] >= 2:  # x[row + 1] is known; a round needs a reply token after it
-                accepted.append(min(leading[row], k))
-                row += accepted[-1] + 1
-        out.append(SampleRounds(sample_id, accepted))
-    return out
+    starts = [list(_reply_starts(mask, a, b)) for a, b in zip(batch.offsets, batch.offsets[1:], strict=False)]
+    return [
+        [
+            SampleRounds(sample_id, [n for start in at for n in _rounds(leading, runs, start - 1, k)])
+            for sample_id, at in zip(batch.sample_ids, starts, strict=True)
+        ]
+        for k in ks
+    ]
+
+
+def _rounds(leading: list[int], runs: list[int], row: int, k: int) -> list[int]:
+    accepted = []
+    while runs[row] >= 2:  # x[row + 1] is known; a round needs a reply token after it
+        n = min(leading[row], k)
+        accepted.append(n)
+        row += n + 1
+    return accepted
 
 
 def _reply_starts(mask: list[bool], begin: int, end: int) -> Iterable[int]:
     return (t for t in range(begin + 1, end) if mask[t] and not mask[t - 1])
 
 
-def acceptance(rounds: list[SampleRounds], k: int) -> dict[str, object]:
-    """Acceptance length, unconditional per-position rates and round count over samples.
+def expected_walk(batch: Batch, accept_TJ: Tensor, k: int) -> Table:
+    """The rounds that a server is expected to make at draft length `k`, as a table.
+
+    A row is reached with the probability that some round starts there; from it, a round that accepts n drafts leads to
+    row t + n + 1. With probabilities of 0 and 1 this is `walk`.
+
+    Args:
+        batch: packed documents.
+        accept_TJ: on the CPU: probability that the draft of step j is accepted, given that those before were; J >= k.
+        k: drafted tokens a round.
+    """
+    runs, mask = reply_runs(batch).tolist(), batch.loss_mask_T.tolist()
+    reach_TK = accept_TJ[:, :k].double().cumprod(1).numpy()  # P(n >= i)
+    table = np.zeros((len(batch.sample_ids), 1 + k))
+    starts_at = np.zeros(batch.num_tokens + k + 1)
+    for d in range(len(batch.sample_ids)):
+        for start in _reply_starts(mask, batch.offsets[d], batch.offsets[d + 1]):
+            starts_at[start - 1] = 1.0
+            row = start - 1
+            while runs[row] >= 2:
+                steps = min(k, runs[row] - 1)
+                reach = starts_at[row] * np.append(reach_TK[row, :steps], 0.0)
+                table[d, 0] += starts_at[row]
+                table[d, 1 : steps + 1] += reach[:-1]
+                starts_at[row + 1] += starts_at[row] - reach[0]
+                starts_at[row + 2 : row + 2 + steps] += reach[:-1] - reach[1:]
+                row += 1
+    return table
+
+
+def tally(rounds: Sequence[SampleRounds], k: int) -> Table:
+    """The table of rounds at draft length `k`."""
+    table = np.zeros((len(rounds), 1 + k))
+    for row, sample in zip(table, rounds, strict=True):
+        counts = np.bincount(sample.accepted, minlength=k + 1) if sample.accepted else np.zeros(k + 1)
+        row[:] = counts[::-1].cumsum()[::-1]  # n accepted drafts were accepted at positions 1..n
+    return table
+
+
+def table_figures(table: Table) -> dict[str, object]:
+    """Acceptance length, unconditional per-position rates and round count.
 
     Returns:
-        `acceptance_length` (1 to k + 1), `per_position` (share of rounds whose i-th draft was accepted), `rounds`.
+        `acceptance_length` (1 to K + 1), `per_position` (share of rounds whose i-th draft was accepted), `rounds`
+        (an int where they were counted, else the expected number).
     """
-    flat = np.array([n for sample in rounds for n in sample.accepted], dtype=np.int64)
-    if not len(flat):
-        return {"acceptance_length": 1.0, "per_position": [0.0] * k, "rounds": 0}
+    total = table.sum(0)
+    rounds = float(total[0])
+    rates = [float(n) / rounds if rounds else 0.0 for n in total[1:]]
     return {
-        "acceptance_length": 1.0 + float(flat.mean()),
-        "per_position": [float((flat >= i).mean()) for i in range(1, k + 1)],
-        "rounds": len(flat),
+        "acceptance_length": 1.0 + sum(rates),
+        "per_position": rates,
+        "rounds": int(rounds) if rounds.is_integer() else rounds,
     }
 
 
-def bootstrap_interval(rounds: list[SampleRounds], draws: int, seed: int) -> list[float]:
-    """95 % interval of the acceptance length, [low, high], resampling whole conversations.
+def acceptance(rounds: list[SampleRounds], k: int) -> dict[str, object]:
+    """`table_figures` of rounds."""
+    return table_figures(tally(rounds, k))
 
-    Turns of one conversation stay together: their rounds are not independent.
+
+def bootstrap_lengths(groups: Sequence[str], tables: Sequence[Table], draws: int, seed: int) -> NDArray[np.float64]:
+    """Acceptance lengths [draws, len(tables)] of resampled groups, the same groups for every table.
+
+    Args:
+        groups: of every sample, what is resampled as a whole: turns of one conversation are not independent.
+        tables: of the same samples, in the same order.
+        draws: how many.
+        seed: of the draws.
     """
-    totals: dict[str, list[int]] = {}
-    for sample in rounds:
-        total = totals.setdefault(sample.sample_id.rsplit("/", 1)[0], [0, 0])
-        total[0] += sum(sample.accepted)
-        total[1] += len(sample.accepted)
-    table = np.array(list(totals.values()), dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(0, len(table), size=(draws, len(table)))
-    sums = table[picks].sum(axis=1)
-    lengths = 1.0 + sums[:, 0] / np.maximum(sums[:, 1], 1)
-    return [float(x) for x in np.quantile(lengths, [0.025, 0.975])]
+    _, group_S = np.unique(np.asarray(groups), return_inverse=True)
+    count = int(group_S.max(initial=-1)) + 1
+    sums = np.zeros((len(tables), count, 2))
+    for total, table in zip(sums, tables, strict=True):
+        np.add.at(total, group_S, np.stack([table[:, 0], table[:, 1:].sum(1)], axis=1))
+    generator = np.random.default_rng(seed)
+    lengths = np.ones((draws, len(tables)))
+    for i in range(draws if count else 0):  # one draw at a time: all of them would be draws x groups
+        times = np.bincount(generator.integers(0, count, size=count), minlength=count)
+        rounds, accepted = np.moveaxis(times @ sums, -1, 0)
+        lengths[i] += accepted / np.maximum(rounds, 1e-9)
+    return lengths
+
+
+def interval(values: NDArray[np.float64]) -> list[float]:
+    """95 % interval [low, high] of bootstrap draws."""
+    return [float(x) for x in np.quantile(values, [0.025, 0.975])]
+
+
+def conversation_of(sample_id: str) -> str:
+    """The conversation that a sample is a turn of."""
+    return sample_id.rsplit("/", 1)[0]

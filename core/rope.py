@@ -34,13 +34,8 @@ def resolve_rope(config: DraftConfig, hf_config: Any, max_positions: int) -> dic
     mend = "Set draft.rope, e.g. {rope_type: default, rope_theta: 10000.0}."
     kind = given.setdefault("rope_type", "default")
     given.setdefault("rope_theta", 10000.0)
-    if kind not in _NEEDED:
-        raise UserError(f"{source} is of type {kind}; a draft can have {', '.join(_NEEDED)}.", mend)
-    known = ("rope_type", "rope_theta", *_NEEDED[kind], *_OPTIONAL.get(kind, ()))
-    # vLLM cannot take a null; what the target has beyond these keys concerns images, or the target's own heads.
-    rope = {key: given[key] for key in known if given.get(key) is not None}
-    if missing := [key for key in _NEEDED[kind] if key not in rope]:
-        raise UserError(f"{source} ({kind}) lacks {', '.join(missing)}.", mend)
+    known = ("rope_type", "rope_theta", *_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ()))
+    rope = _checked(given, source, mend)
     if config.rope is not None and (unknown := sorted(given.keys() - set(known))):
         raise UserError(f"draft.rope ({kind}) has unknown keys: {', '.join(unknown)}.", f"Known: {', '.join(known)}.")
     covered = rope["factor"] * rope["original_max_position_embeddings"] if kind == "yarn" else max_positions
@@ -51,6 +46,43 @@ def resolve_rope(config: DraftConfig, hf_config: Any, max_positions: int) -> dic
         )
     if config.partial_rotary_factor not in (None, 1.0):
         rope["partial_rotary_factor"] = config.partial_rotary_factor
+    return rope
+
+
+def read_rope(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Rope parameters of a draft's config.json, in the spelling of transformers 4, of 5, or both.
+
+    Args:
+        config: its content; without any rope key vLLM takes a base of 10000, and so do we.
+        source: what errors call the file.
+
+    Raises:
+        UserError: the two spellings differ, or the kind is one that the server computes in another way than we.
+    """
+    mend = "Ask the draft's maker which rope it was trained with, and mend config.json."
+    new = dict(config.get("rope_parameters") or {})
+    old = {"rope_type" if k == "type" else k: v for k, v in (config.get("rope_scaling") or {}).items()}
+    old |= {k: config[k] for k in ("rope_theta", "partial_rotary_factor") if config.get(k) is not None}
+    if differing := sorted(k for k in new.keys() & old.keys() if new[k] != old[k]):
+        said = "; ".join(f"{k}: {new[k]} in rope_parameters, {old[k]} elsewhere" for k in differing)
+        raise UserError(f"{source} contradicts itself about the rope ({said}).", mend)
+    given = {"rope_type": "default", "rope_theta": 10000.0, **old, **new}
+    rope = _checked(given, source, mend)
+    if given.get("partial_rotary_factor") not in (None, 1.0):
+        rope["partial_rotary_factor"] = given["partial_rotary_factor"]
+    return rope
+
+
+def _checked(given: dict[str, Any], source: str, mend: str) -> dict[str, Any]:
+    """The parameters that the server reads of a kind that is supported, nulls left out."""
+    kind = given["rope_type"]
+    if kind not in _NEEDED:
+        raise UserError(f"{source} is of type {kind}; a draft can have {', '.join(_NEEDED)}.", mend)
+    known = ("rope_type", "rope_theta", *_NEEDED[kind], *_OPTIONAL.get(kind, ()))
+    # vLLM cannot take a null; what the target has beyond these keys concerns images, or the target's own heads.
+    rope = {key: given[key] for key in known if given.get(key) is not None}
+    if missing := [key for key in _NEEDED[kind] if key not in rope]:
+        raise UserError(f"{source} ({kind}) lacks {', '.join(missing)}.", mend)
     return rope
 
 

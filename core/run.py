@@ -49,6 +49,11 @@ class RunFolder:
         return self.root / "hidden_states"
 
     @property
+    def spool(self) -> Path:
+        """Hidden states on their way to training, in spool mode; gone when it is done."""
+        return self.root / "spool"
+
+    @property
     def checkpoints(self) -> Path:
         """`step-NNNNNNN/` folders."""
         return self.root / "checkpoints"
@@ -69,8 +74,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, side: str = "") -> Iterator[None]:
         """Keep other processes off the run while a stage works on it; the ranks of one torchrun share it.
+
+        Args:
+            side: of a stage that runs beside others; only its like are kept off.
 
         Raises:
             UserError: another process works on the run.
@@ -81,7 +89,7 @@ class RunFolder:
         # Not in the run folder: a refused command leaves no trace there, and it may be read-only.
         locks = cache_folder() / "locks"
         locks.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(locks / f"{sha256_json(str(self.root.resolve()))[:32]}.lock")
+        lock = FileLock(locks / f"{sha256_json(str(self.root.resolve()))[:32]}{side}.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:

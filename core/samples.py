@@ -126,9 +126,55 @@ def iter_samples(folder: Path, split: str | None = None) -> Iterator[Sample]:
         for batch in table.iter_batches(batch_size=_READ_ROWS):
             for row in batch.to_pylist():
                 if split in (None, row["split"]):
-                    yield Sample(**{**row, "loss_spans": [(a, b) for a, b in row["loss_spans"]]})
+                    yield _sample(row)
 
 
 def read_samples(folder: Path, split: str | None = None) -> list[Sample]:
     """All rows of `iter_samples`."""
     return list(iter_samples(folder, split))
+
+
+class TrainSamples:
+    """The training samples by number: their place in the order of sample ids, as in `HiddenStateStore.numbers`.
+
+    Token ids stay in Arrow's form, 4 bytes each.
+
+    Attributes:
+        ids: sample ids, ascending.
+        lengths: tokens of every sample.
+        labels: of these, rows whose next token is a reply token.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read `folder/samples.parquet`.
+
+        Raises:
+            UserError: the file is missing or damaged.
+        """
+        self._batches: list[pa.RecordBatch] = []
+        found: list[tuple[str, int, int, int, int]] = []
+        with reading(folder / FILE, "Run `draftsmith prepare --fresh`."), pq.ParquetFile(folder / FILE) as table:
+            for batch in table.iter_batches(batch_size=_READ_ROWS):
+                lengths = batch.column("input_ids").value_lengths().to_pylist()
+                columns = (batch.column(name).to_pylist() for name in ("sample_id", "split", "loss_spans"))
+                for row, (name, split, spans) in enumerate(zip(*columns, strict=True)):
+                    if split == "train":
+                        labels = sum(end - max(start, 1) for start, end in spans)
+                        found.append((name, lengths[row], labels, len(self._batches), row))
+                self._batches.append(batch)
+        found.sort()
+        self.ids = [f[0] for f in found]
+        self.lengths, self.labels = [f[1] for f in found], [f[2] for f in found]
+        self._places = [f[3:] for f in found]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, number: int) -> Sample:
+        """One sample with its tokens."""
+        batch, row = self._places[number]
+        return _sample(self._batches[batch].slice(row, 1).to_pylist()[0])
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    return Sample(**{**row, "loss_spans": [(a, b) for a, b in row["loss_spans"]]})

@@ -36,11 +36,13 @@ class RowContext:
         source: name of the source.
         roles: role name in the source -> OpenAI's role, or `ignore`.
         author: who wrote the replies, unless the row says so itself.
+        replies_dropped: the target writes its own: what stands in the source's is neither used nor looked at.
     """
 
     source: str
     roles: Mapping[str, str]
     author: str | None = None
+    replies_dropped: bool = False
 
 
 def to_conversation(
@@ -58,9 +60,9 @@ def to_conversation(
     try:
         if not isinstance(row, dict):
             raise _OddRow("not_an_object", f"a {type(row).__name__}")
-        shape, messages, tokens = _content(row, context.roles)
+        shape, messages, tokens = _content(row, context)
         if not tokens:
-            _check_turns(messages, alone=shape == "turns")
+            _check_turns(messages, shape == "turns", context.replies_dropped)
         named = (row.get(k) for k in ("author", "model"))
         author = next((n for n in named if isinstance(n, str) and n and n.isprintable()), context.author)
         return shape, Conversation(
@@ -70,7 +72,7 @@ def to_conversation(
             messages=tuple(messages),
             tools=_tools(row.get("tools")),
             author=author,
-            finish_reasons=_finish_reasons(row),
+            finish_reasons=() if context.replies_dropped else _finish_reasons(row),
             tokens=tokens,
         )
     except _OddRow as odd:
@@ -78,19 +80,19 @@ def to_conversation(
         return shape, Skipped(place, reason, detail, context.source)
 
 
-def _content(row: dict[str, Any], roles: Mapping[str, str]) -> tuple[str, list[Message], tuple[TokenTurn, ...]]:
+def _content(row: dict[str, Any], context: RowContext) -> tuple[str, list[Message], tuple[TokenTurn, ...]]:
     if row.get("prompt_token_ids") is not None:
         reply = row.get("response_token_ids")
         turn = TokenTurn(
             _ids(row["prompt_token_ids"], "prompt_token_ids"),
-            None if reply is None else _ids(reply, "response_token_ids"),
+            None if reply is None or context.replies_dropped else _ids(reply, "response_token_ids"),
         )
         return "token_ids", [], (turn,)
     system = _system(row)
     if row.get("messages") is not None:
-        return "messages", _messages(row["messages"], roles, "messages"), ()
+        return "messages", _messages(row["messages"], context, "messages"), ()
     if row.get("conversations") is not None:
-        return "sharegpt", [*system, *_messages(row["conversations"], roles, "conversations")], ()
+        return "sharegpt", [*system, *_messages(row["conversations"], context, "conversations")], ()
     if row.get("turns") is not None:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns:
@@ -98,7 +100,7 @@ def _content(row: dict[str, Any], roles: Mapping[str, str]) -> tuple[str, list[M
         return "turns", [*system, *({"role": "user", "content": _text(t, i)} for i, t in enumerate(turns))], ()
     if isinstance(row.get("prompt"), str):
         reply = row.get("response")
-        answer = [] if reply is None else [{"role": "assistant", "content": reply}]
+        answer = [] if reply is None or context.replies_dropped else [{"role": "assistant", "content": reply}]
         return "prompt", [*system, {"role": "user", "content": row["prompt"]}, *answer], ()
     raise _OddRow(
         "no_messages", "none of `messages`, `conversations`, `turns`, `prompt`, `prompt_token_ids`: "
@@ -111,7 +113,7 @@ def _system(row: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": text}] if isinstance(text, str) and text.strip() else []
 
 
-def _messages(given: Any, roles: Mapping[str, str], key: str) -> list[Message]:
+def _messages(given: Any, context: RowContext, key: str) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise _OddRow("no_messages", f"`{key}` is {'empty' if given == [] else 'no list'}")
     messages = []
@@ -119,10 +121,15 @@ def _messages(given: Any, roles: Mapping[str, str], key: str) -> list[Message]:
         if not isinstance(message, dict):
             raise _OddRow("not_a_message", f"message {i}: {_short(message)}")
         name = message.get("role") or message.get("from")
-        role = roles.get(name) if isinstance(name, str) else None
+        role = context.roles.get(name) if isinstance(name, str) else None
         if role is None:
             raise _OddRow("unknown_role", f"message {i}: {_short(name)}; map it in data.roles")
         if role == IGNORED:
+            continue
+        if role == "assistant" and context.replies_dropped:
+            # Only that there was one, and whether it called tools: later turns hang on that.
+            calls = message.get("tool_calls") or message.get("function_call")
+            messages.append({"role": role, "content": None, **({"tool_calls": calls} if calls else {})})
             continue
         if message.get("function_call"):
             raise _OddRow("function_call", f"message {i}: the older `function_call`; write it as `tool_calls`")
@@ -143,17 +150,19 @@ def _parts(parts: list[Any], i: int) -> list[dict[str, Any]]:
     return [{k: v for k, v in part.items() if v is not None} for part in parts]
 
 
-def _check_turns(messages: list[Message], alone: bool) -> None:
+def _check_turns(messages: list[Message], alone: bool, replies_dropped: bool) -> None:
     """Refuse what no client would send, so that no template has to be asked for it.
 
     Args:
         messages: of one conversation.
         alone: they are user turns alone, to be answered one by one.
+        replies_dropped: nothing of a reply is used.
     """
     before = ""
     for i, message in enumerate(messages):
         role = message["role"]
-        _check_content(message, i)
+        if role != "assistant" or not replies_dropped:
+            _check_content(message, i)
         for key in _TEXT_KEYS:
             _check_text(message.get(key, ""), f"message {i} ({role}): {key}")
         if role in _SYSTEM and i > 0:

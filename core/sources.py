@@ -40,6 +40,7 @@ def read_conversations(
     name: str | None = None,
     roles: Mapping[str, str] = DEFAULT_ROLES,
     shapes: Counter[str] | None = None,
+    replies_dropped: bool = False,
 ) -> Iterator[Conversation | Skipped]:
     """Every row of a source, as a conversation or as the reason why it is none.
 
@@ -48,13 +49,14 @@ def read_conversations(
         name: of the source, in samples and in made-up ids; None: made from the path.
         roles: role names, as in `data.roles`.
         shapes: counts the rows of each shape.
+        replies_dropped: the target answers every turn anew, so that no reply of the source has to be usable.
 
     Raises:
         UserError: there is no such source, or a file of it is damaged.
     """
     source = SourceConfig(path=source) if isinstance(source, str) else source
     name = name or source_name(source.path)
-    context = RowContext(name, roles, source.author)
+    context = RowContext(name, roles, source.author, replies_dropped)
     for place, key, row in _rows(source):
         if isinstance(row, Skipped):
             yield Skipped(place, row.reason, row.detail, name)
@@ -73,13 +75,13 @@ def source_name(path: str) -> str:
 
 
 def fingerprint(source: SourceConfig | str) -> str | None:
-    """Hex SHA-256 of a source's files; None for a data set on the hub, which `revision` pins.
+    """Hex SHA-256 of a source's files; None for a data set on the hub, which its commit pins (`revisions.py`).
 
     Raises:
         UserError: there is no such source.
     """
     path = source if isinstance(source, str) else source.path
-    if _hub_id(path):
+    if is_hub(path):
         return None
     found = files_of(path.removeprefix(HUB))
     root = Path(path.removeprefix(HUB)).expanduser()
@@ -89,7 +91,7 @@ def fingerprint(source: SourceConfig | str) -> str | None:
 
 
 def _rows(source: SourceConfig) -> Iterator[_Raw]:
-    if source.path.startswith(HUB) or _hub_id(source.path):
+    if source.path.startswith(HUB) or is_hub(source.path):
         yield from _hub_rows(source)
         return
     root = Path(source.path).expanduser()
@@ -230,7 +232,7 @@ def _parquet(file: Path) -> Iterator[_Raw]:
                 yield f"{file}, row {number}", f"{number:07d}", row
 
 
-def _hub_id(path: str) -> bool:
+def is_hub(path: str) -> bool:
     """Whether a path means a data set on the Hugging Face hub: hf:owner/name, or owner/name that is no local path."""
     if path.startswith(HUB):
         return not Path(path.removeprefix(HUB)).exists()

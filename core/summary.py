@@ -12,6 +12,8 @@ from draftsmith.core.manifest import manifest_hash, read_manifest
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 
+_MOST_ROWS = 24
+
 
 def print_summary(config: Config) -> None:
     """Print one line a finished stage and the table of served acceptance.
@@ -70,18 +72,27 @@ def _acceptance_table(report: dict[str, Any]) -> Table:
         "speed-up",
     ):
         table.add_column(column, justify="left" if column == "set" else "right")
-    replayed = {row["k"]: row["acceptance_length"] for row in report["replay"]}
-    for row in report["served"]:
-        same = row["set"] == "held_out" and row["temperature"] == 0
+    replayed = {(r["k"], r["temperature"]): r["acceptance_length"] for r in report["replay"]}
+    rows = report["served"]
+    if len(rows) > _MOST_ROWS:  # a sweep: the first temperature and concurrency, and the report has the others
+        first = (rows[0]["temperature"], rows[0]["concurrency"])
+        rows = [r for r in rows if (r["temperature"], r["concurrency"]) == first]
+        table.caption = f"{len(rows)} of {len(report['served'])} measured passes; the report has all of them"
+    for row in rows:
+        predicted = replayed.get((row["k"], row["temperature"])) if row["set"] == "held_out" else None
         table.add_row(
             str(row["set"]),
             str(row["k"]),
             f"{row['temperature']:g}",
             str(row["concurrency"]),
             f"{row['acceptance_length']:.3f}",
-            f"{replayed[row['k']]:.3f}" if same and row["k"] in replayed else "",
+            "" if predicted is None else f"{predicted:.3f}",
             f"{row['tokens_per_second']:.1f}",
-            f"{row['baseline_tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}",
+            _or_dash(row["baseline_tokens_per_second"], 1),
+            _or_dash(row["speedup"], 2),
         )
     return table
+
+
+def _or_dash(value: float | None, places: int) -> str:
+    return "-" if value is None else f"{value:.{places}f}"

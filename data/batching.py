@@ -5,11 +5,16 @@ Which samples share a batch is decided by seed and epoch alone, so any step of a
 
 import itertools
 import random
+from typing import Any
 
 import torch
 
 from draftsmith.core.batch import Batch
+from draftsmith.core.config import Config
 from draftsmith.core.fp8_states import FP8
+from draftsmith.core.samples import TrainSamples
+from draftsmith.core.spool import SpoolPlan, sample_nbytes
+from draftsmith.core.store import bytes_per_row
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 
@@ -40,6 +45,43 @@ def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     order = list(range(count))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
+
+
+def plan_steps(lengths: list[int], config: Config, world_size: int) -> list[list[list[int]]]:
+    """The whole training, as every rank and the capture of a spool see it.
+
+    Args:
+        lengths: tokens of every training sample, in order of sample ids.
+        config: `run.seed`, `train.epochs`, `train.tokens_per_batch` and `train.grad_accum_steps` decide.
+        world_size: processes that train.
+
+    Returns:
+        plan[batch][rank]: positions into `lengths`; each exactly once an epoch. `train.grad_accum_steps` batches in a
+        row make an optimizer step, the same one however they are spread over processes.
+    """
+    plan: list[list[list[int]]] = []
+    for epoch in range(config.train.epochs):
+        order = epoch_order(len(lengths), config.run.seed, epoch)
+        batches = plan_batches(lengths, config.train.tokens_per_batch, order)
+        batches += [[] for _ in range(-len(batches) % (world_size * config.train.grad_accum_steps))]
+        shares = [rank_share(batches, rank, world_size) for rank in range(world_size)]
+        plan += [list(step) for step in zip(*shares, strict=True)]
+    return plan
+
+
+def spool_plan(samples: TrainSamples, config: Config, states: dict[str, Any], world_size: int) -> SpoolPlan:
+    """`plan_steps`, cut into the shards of a spool.
+
+    Args:
+        samples: of the run.
+        config: of the run.
+        states: manifest of `hidden_states/`, for the size of a state.
+        world_size: processes that train.
+    """
+    size = bytes_per_row(states["storage"], len(states["layer_ids"]), states["target"]["hidden_size"])
+    each = zip(samples.ids, samples.lengths, samples.labels, strict=True)
+    nbytes = [sample_nbytes(*sample, *size) for sample in each]
+    return SpoolPlan(plan_steps(samples.lengths, config, world_size), nbytes, config.capture)
 
 
 def rank_share(batches: list[list[int]], rank: int, world_size: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ A conversation is contaminated where it shares n words in a row with an evaluati
 """
 
 from collections.abc import Callable
+from types import MappingProxyType
 
 import numpy as np
 from datasketch import MinHash, MinHashLSH
@@ -11,6 +12,7 @@ from datasketch import MinHash, MinHashLSH
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped, text_of
 from draftsmith.core.errors import UserError
+from draftsmith.core.revisions import Revisions, pinned
 from draftsmith.core.sources import read_conversations, source_name
 from draftsmith.data.similarity import Signer, bands, ngram_hashes, word_hashes
 
@@ -21,12 +23,15 @@ class Contamination:
     Args:
         config: `data.contamination` and `eval.sets` name the sets.
         decode: text of token ids, for rows that hold ids alone.
+        revisions: commits of the sets that lie on the hub.
 
     Raises:
         UserError: a set is missing or holds no prompt.
     """
 
-    def __init__(self, config: Config, decode: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self, config: Config, decode: Callable[[list[int]], str], revisions: Revisions = MappingProxyType({})
+    ) -> None:
         self._decode = decode
         self._longest, self._threshold = config.data.contamination.ngram, config.data.dedup.threshold
         self._places: list[str] = []
@@ -38,7 +43,7 @@ class Contamination:
         found: dict[int, dict[int, int]] = {}
         for path in contamination_sets(config):
             before = len(self._places)
-            for row in read_conversations(path, roles=config.data.roles):
+            for row in read_conversations(pinned(path, revisions), roles=config.data.roles):
                 if isinstance(row, Skipped):
                     continue
                 for text in self._texts(row):

@@ -2,8 +2,8 @@
 
 `history: own` plays the client: each prompt holds the target's own earlier replies, as its server would have returned
 them. It ends early where the source goes on as no client could: with a tool's answer to a call that the target may not
-have made, or after a reply that was cut. `history: source` asks for every reply that the source has, after the source's
-own messages; pre-tokenised turns are asked as they are either way.
+have made, with a user's turn after a call that it did make, or after a reply that was cut. `history: source` asks for
+every reply that the source has, after the source's own messages; pre-tokenised turns are asked as they are either way.
 """
 
 import itertools
@@ -15,9 +15,10 @@ from typing import Any
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Message, Skipped
 from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.reasoning import ClientView
 from draftsmith.core.rendering import render_prompt
 from draftsmith.data.journal import Journal
-from draftsmith.data.reasoning import ClientView
+from draftsmith.data.tool_calls import call_marker
 
 # Conversations that have rows and could have had more: listed, but no fault of the source.
 ENDED_EARLY = ("after_tool_turn", "after_length_cut", "history_too_long")
@@ -134,9 +135,21 @@ class Dialogues:
             if turn + 1 < len(turns) and finish_reason != "stop":
                 self._skip(conversation, "after_length_cut", f"reply {turn + 1} was cut at {len(reply_ids)} tokens")
                 return
+            if turn + 1 < len(turns) and self._calls_tool(conversation, reply_ids):
+                self._skip(
+                    conversation, "after_tool_turn", f"reply {turn + 1} calls a tool, and nobody is there to answer"
+                )
+                return
             said.append(self._view.message(reply_ids, finish_reason))
         if any(m["role"] == "tool" for m in conversation.messages[at + 1 :]):
             self._skip(conversation, "after_tool_turn", "its last turns follow a tool's answer")
+
+    def _calls_tool(self, conversation: Conversation, reply_ids: list[int]) -> bool:
+        if not conversation.tools:
+            return False
+        marker = call_marker(self._tokenizer, conversation.tools, self._config.target.chat_template_kwargs)
+        text: str = self._tokenizer.decode(reply_ids, skip_special_tokens=False)
+        return marker is not None and marker in "".join(text.split())
 
     def _render(self, conversation: Conversation, messages: list[Message]) -> list[int] | None:
         try:

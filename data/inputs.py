@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, overload
 
 import numpy as np
@@ -13,6 +14,7 @@ from draftsmith.core.config import Config, SourceConfig
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.errors import UserError
 from draftsmith.core.progress import meter
+from draftsmith.core.revisions import Revisions, pinned
 from draftsmith.core.sources import read_conversations, source_name
 from draftsmith.data.contamination import Contamination
 from draftsmith.data.dedup import alike_groups, content_key, exact_duplicates, near_duplicates, opening_key, setting_key
@@ -33,14 +35,17 @@ class Inputs:
 class _Reader:
     """The first pass: conversations to disk, their hashes to memory."""
 
-    def __init__(self, config: Config, tokenizer: Any, vocab_size: int, folder: Path, tally: Tally) -> None:
-        self.config, self.tally, self._vocab_size = config, tally, vocab_size
+    def __init__(
+        self, config: Config, tokenizer: Any, vocab_size: int, folder: Path, tally: Tally, revisions: Revisions
+    ) -> None:
+        self.config, self.tally, self._vocab_size, self._revisions = config, tally, vocab_size, revisions
         self.conversations: DiskList[Conversation] = DiskList(folder / "conversations")
         self.signatures = Signatures(folder / "signatures", config.data.dedup.permutations)
         self.ids, self.contents, self.openings, self.settings = (array("Q") for _ in range(4))
         self._signer = Signer(config.data.dedup)
-        self._contamination = Contamination(config, tokenizer.decode)
+        self._contamination = Contamination(config, tokenizer.decode, revisions)
         self._keep = config.data.replies != "regenerate"
+        self._replies_dropped = not self._keep and config.data.history == "own"
 
     def read(self, source: SourceConfig, name: str) -> None:
         """Read one source.
@@ -50,7 +55,8 @@ class _Reader:
         """
         tally, first, taken = self.tally.sources[name], "", 0
         with meter(f"reading {name}", None, "conversations") as shown:
-            for row in read_conversations(source, name, self.config.data.roles, tally.shapes):
+            at, roles = pinned(source, self._revisions), self.config.data.roles
+            for row in read_conversations(at, name, roles, tally.shapes, self._replies_dropped):
                 problem = row if isinstance(row, Skipped) else self._outside_vocabulary(row)
                 if problem:
                     self.tally.skip(problem)
@@ -92,7 +98,14 @@ class _Reader:
         return skipped(row, "bad_token_ids", f"id {highest}, and the target has {self._vocab_size} tokens")
 
 
-def read_inputs(config: Config, tokenizer: Any, vocab_size: int, folder: Path, tally: Tally) -> Inputs:
+def read_inputs(
+    config: Config,
+    tokenizer: Any,
+    vocab_size: int,
+    folder: Path,
+    tally: Tally,
+    revisions: Revisions = MappingProxyType({}),
+) -> Inputs:
     """Read all sources, drop duplicates and what evaluation sets hold, and draw the split.
 
     Args:
@@ -101,11 +114,12 @@ def read_inputs(config: Config, tokenizer: Any, vocab_size: int, folder: Path, t
         vocab_size: V of the target.
         folder: scratch space, as large as the sources; to be kept as long as the result is used.
         tally: counts and lists what is not used.
+        revisions: commits of the sources that lie on the hub.
 
     Raises:
         UserError: a source is missing, damaged, or gives nothing.
     """
-    reader = _Reader(config, tokenizer, vocab_size, folder, tally)
+    reader = _Reader(config, tokenizer, vocab_size, folder, tally, revisions)
     for source, name in zip(config.data.sources, source_names(config), strict=True):
         reader.read(source, name)
     ids, contents, openings, settings = (

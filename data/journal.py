@@ -1,14 +1,18 @@
 """Replies as they come in, one line each, so that a killed `prepare` goes on with what it has.
 
 `replies.jsonl` lies in a folder that is named after everything that decides the replies (stage.py). Lines are only
-appended; what a kill cut off at the end is dropped when the file is opened again. Memory holds places in the file.
+appended; what a kill cut off at the end is dropped when the file is opened again, and a damaged line is asked again.
+Only replies whose prompt is today's become rows. Memory holds places in the file.
 """
 
 import json
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from draftsmith.core.progress import say
 from draftsmith.data.rows import Row
 
 FILE = "replies.jsonl"
@@ -22,18 +26,21 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / FILE).open("a+b")
         self._places: dict[int, dict[int, int]] = {}
+        self._confirmed: set[tuple[int, int]] = set()
         self._file.seek(0)
-        end = 0
-        for line in self._file:
-            try:
-                conversation, turn, *_ = json.loads(line)
-            except ValueError:
-                break
+        end, damaged = 0, list[int]()
+        for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 break
-            self._places.setdefault(conversation, {})[turn] = end
+            if entry := _entry(line):
+                self._places.setdefault(entry[0], {})[entry[1]] = end
+            else:
+                damaged.append(number)
             end += len(line)
         self._file.truncate(end)
+        if damaged:
+            lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+            say(f"warning: {folder / FILE}: damaged at line {lines}; what stood there is asked again")
 
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
@@ -46,6 +53,7 @@ class Journal:
         self._places.setdefault(conversation, {})[turn] = self._file.seek(0, 2)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
+        self._confirmed.add((conversation, turn))
 
     def get(self, conversation: int, turn: int, prompt_ids: list[int]) -> tuple[list[int], str] | None:
         """Reply ids and finish reason, if that turn has been answered for this very prompt.
@@ -56,15 +64,24 @@ class Journal:
         if place is None:
             return None
         _, _, given, reply_ids, finish_reason = self._read(place)
-        return (reply_ids, finish_reason) if given == prompt_ids else None
+        if given != prompt_ids:
+            return None
+        self._confirmed.add((conversation, turn))
+        return reply_ids, finish_reason
 
-    def rows(self) -> Iterator[list[Row]]:
-        """Rows of every conversation, in order."""
-        for conversation in sorted(self._places):
-            turns = self._places[conversation]
+    def confirmed(self) -> "array[int]":
+        """Places of all replies that were added or got since the journal was opened, in order of their turns.
+
+        An entry that nobody asked for is of a conversation that the sources no longer have there.
+        """
+        return array("Q", (self._places[c][turn] for c, turn in sorted(self._confirmed)))
+
+    def rows(self, places: Iterable[int]) -> Iterator[list[Row]]:
+        """Rows of every conversation, in order, of the replies at `places`."""
+        entries = map(self._read, places)
+        for conversation, turns in groupby(entries, key=lambda entry: int(entry[0])):
             rows = []
-            for turn in sorted(turns):
-                _, _, prompt_ids, reply_ids, finish_reason = self._read(turns[turn])
+            for _, turn, prompt_ids, reply_ids, finish_reason in turns:
                 span = (len(prompt_ids), len(prompt_ids) + len(reply_ids))
                 rows.append(Row(conversation, turn, prompt_ids + reply_ids, [span], finish_reason, "target"))
             yield rows
@@ -76,3 +93,16 @@ class Journal:
     def _read(self, place: int) -> Any:
         self._file.seek(place)
         return json.loads(self._file.readline())
+
+
+def _entry(line: bytes) -> tuple[int, int] | None:
+    """Conversation and turn of a whole line; None for anything else, also for JSON that is no reply."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    match entry:
+        case [int(conversation), int(turn), list(prompt_ids), list(reply_ids), "stop" | "length"]:
+            whole = all(isinstance(i, int) for ids in (prompt_ids, reply_ids) for i in ids)
+            return (conversation, turn) if whole else None
+    return None

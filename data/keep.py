@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.errors import UserError
+from draftsmith.core.reasoning import ClientView
 from draftsmith.core.target import Target, end_token_ids, load_tokenizer
 from draftsmith.data.merge import merge
-from draftsmith.data.reasoning import ClientView
 from draftsmith.data.rows import Row
 from draftsmith.data.split_reply import Refused, ReplySplitter
 

@@ -4,6 +4,7 @@ A sample holds the ids that the engine was given and emitted. `dialogues.py` say
 journal as it comes in, so a killed run asks only for what it lacks.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,17 +40,20 @@ def regenerate(
         StageFailed: the engine or the server died.
     """
     if config.data.server is None:
-        skipped = in_engine_process(_answer, config, target, conversations, journal)
+        skipped, places = in_engine_process(_answer, config, target, conversations, journal)
     else:
-        skipped = _answer(config, target, conversations, journal)
+        skipped, places = _answer(config, target, conversations, journal)
     yield from skipped
     replies = Journal(journal)
-    for rows in replies.rows():
+    for rows in replies.rows(places):
         yield from merge(rows, config.data.max_length)
     replies.close()
 
 
-def _answer(config: Config, target: Target, conversations: Sequence[Conversation], folder: Path) -> list[Skipped]:
+def _answer(
+    config: Config, target: Target, conversations: Sequence[Conversation], folder: Path
+) -> "tuple[list[Skipped], array[int]]":
+    """What was not asked, and the places of all replies in the journal."""
     journal = Journal(folder)
     if len(journal):
         say(f"replies: {len(journal):,} are there already, from a run that was stopped")
@@ -60,8 +64,9 @@ def _answer(config: Config, target: Target, conversations: Sequence[Conversation
                 _answer_here(config, target, dialogues, first, shown)
             else:
                 answer_on_server(config, dialogues, first, shown)
+    places = journal.confirmed()
     journal.close()
-    return dialogues.skipped
+    return dialogues.skipped, places
 
 
 def _answer_here(config: Config, target: Target, dialogues: Dialogues, first: Request, shown: Meter) -> None:

@@ -16,6 +16,7 @@ refuses the reply, under a reason of its own:
 | ambiguous_white_space | text and template both bring white space to one place, and no parser tells whose it is |
 | no_end_token | the template ends the reply with no token that ends one on the engine |
 | text_after_end | the template writes more after it |
+| cut_before_its_end | it was cut by length inside a call or its reasoning, which the template closes all the same |
 | generation_disagrees | the template's own `{% generation %}` marks something else |
 | not_round_trip | the tokens do not give the text back |
 """
@@ -26,8 +27,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from draftsmith.core.conversations import Conversation, Message, texts_of
+from draftsmith.core.reasoning import ClientView
 from draftsmith.core.rendering import encode, render_text, template_inputs
-from draftsmith.data.reasoning import ClientView
 
 _WINDOW = 16  # prompt tokens decoded before a reply, where decoding depends on what stands before
 
@@ -69,6 +70,8 @@ class ReplySplitter:
             UserError: the template refuses the conversation.
         """
         message = conversation.messages[at]
+        if finish_reason == "length":
+            _check_cut(message)
         self._check_special(message)
         prompt = self._render(conversation, at, generation_prompt=True)
         full = self._render(conversation, at + 1, generation_prompt=False)
@@ -248,6 +251,14 @@ def _find_in(body: str, at: int, text: str) -> int:
     if found < 0:
         raise Refused("rewritten_by_template", f"{text[:40]!r} is not in {body[at:][:80]!r}")
     return found
+
+
+def _check_cut(message: Message) -> None:
+    """Only a reply that was cut within its text ends where the target stopped."""
+    if message.get("tool_calls"):
+        raise Refused("cut_before_its_end", "it was cut by length, and ends in a tool call")
+    if _reasoning(message) and not _content(message):
+        raise Refused("cut_before_its_end", "it was cut by length, and holds nothing but reasoning")
 
 
 def _check_text(content: str, prompt: str, body: str) -> None:

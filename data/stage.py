@@ -3,21 +3,25 @@
 Everything streams: conversations and rows wait on disk, memory holds hashes and counts.
 """
 
+import json
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from draftsmith.core.atomic import atomic_folder, remove, sha256_file, sha256_json, write_text
+from draftsmith.core.atomic import atomic_folder, remove, sha256_file, sha256_json, write_json, write_text
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped
-from draftsmith.core.engine import require_vllm
+from draftsmith.core.damage import reading
+from draftsmith.core.engine import engine_dtype, require_vllm
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.progress import say
+from draftsmith.core.revisions import Revisions, hub_revisions, pinned
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, SampleWriter
 from draftsmith.core.sources import fingerprint
@@ -37,6 +41,7 @@ from draftsmith.data.tally import Tally, skipped
 
 SKIPPED = "skipped.jsonl"
 SHEET = "sheet.html"
+REVISIONS = "revisions.json"
 
 
 def prepare(config: Config) -> None:
@@ -49,15 +54,17 @@ def prepare(config: Config) -> None:
     run = RunFolder.of(config)
     target = resolve_target(config.target)
     tokenizer = load_tokenizer(target, config.target)
-    inputs = prepare_inputs(config, target)
     if manifest := read_manifest(run.samples):
-        _already_there(config, run, manifest, inputs)
+        revisions = manifest.get("revisions", {})
+        _already_there(config, run, manifest, prepare_inputs(config, target, revisions), revisions)
         return
+    revisions = hub_revisions([*config.data.sources, *contamination_sets(config)], _kept_revisions(run))
+    inputs = prepare_inputs(config, target, revisions)
     if config.data.replies == "regenerate" and config.data.server is None:
         require_vllm("prepare")
     with run.scratch() as scratch:
         tally = Tally(source_names(config), target.vocab_size, scratch / SKIPPED)
-        read = read_inputs(config, tokenizer, target.vocab_size, scratch, tally)
+        read = read_inputs(config, tokenizer, target.vocab_size, scratch, tally, revisions)
         tally.check(config, len(read.conversations))
         end_ids = end_token_ids(target, tokenizer)
         # In the draft's vocabulary whatever their count: a draft that cannot end a turn is wrong in every reply.
@@ -69,8 +76,9 @@ def prepare(config: Config) -> None:
                 "Add different prompts, or set data.eval_share to 0.",
             )
         run.open(config)
+        write_json(run.journal / REVISIONS, revisions)
         # Evaluation sets take conversations out, and so decide which number the others have.
-        checked = {path: fingerprint(path) for path in contamination_sets(config)}
+        checked = {path: _content(path, revisions) for path in contamination_sets(config)}
         journal = run.journal / sha256_json({**inputs, "not_in": checked})[:16]
         rows = _made(config, target, read.conversations, journal)
         samples = _fitting(config, end_ids, read, rows, tally, scratch / "rows")
@@ -82,33 +90,61 @@ def prepare(config: Config) -> None:
             tally.close()
             shutil.move(scratch / SKIPPED, folder / SKIPPED)
             write_text(folder / SHEET, sheet_html(config, tokenizer, folder, figures, examples))
-            outputs = {**figures, "not_in": checked, "vocab_mapping_sha256": sha256_file(run.vocab_mapping)}
+            outputs = {
+                **figures,
+                "not_in": checked,
+                "revisions": revisions,
+                "vocab_mapping_sha256": sha256_file(run.vocab_mapping),
+            }
             write_manifest(folder, "prepare", inputs, outputs)
     remove(run.journal)
     _say_figures(config, run, figures, mapping)
 
 
-def prepare_inputs(config: Config, target: Target) -> dict[str, Any]:
+def prepare_inputs(config: Config, target: Target, revisions: Revisions = MappingProxyType({})) -> dict[str, Any]:
     """Everything that decides the samples, the evaluation sets of `eval.sets` apart."""
     data = config.data.model_dump(mode="json", exclude={"max_skip_share", "server"})
     for given, source in zip(data["sources"], config.data.sources, strict=True):
-        given["sha256"] = fingerprint(source)
+        given |= {"sha256": fingerprint(source), "revision": pinned(source, revisions).revision}
+    described = target.fingerprint(config.target)
+    if config.data.replies == "regenerate" and config.data.server is None:
+        described["dtype"] = engine_dtype(config.target)  # what `auto` is on this machine decides the replies
     return {
         "data": data,
-        "contamination_sha256": [fingerprint(path) for path in config.data.contamination.sets],
+        "contamination_sha256": [_content(path, revisions) for path in config.data.contamination.sets],
         "seed": config.run.seed,
-        "target": target.fingerprint(config.target),
+        "target": described,
     }
 
 
-def _already_there(config: Config, run: RunFolder, manifest: dict[str, Any], inputs: dict[str, Any]) -> None:
+def _content(path: str, revisions: Revisions) -> str | None:
+    """What tells whether a set of prompts is the one of before: its hash, or its commit on the hub."""
+    return fingerprint(path) or pinned(path, revisions).revision
+
+
+def _kept_revisions(run: RunFolder) -> Revisions:
+    """What a run that was stopped had found."""
+    path = run.journal / REVISIONS
+    if not path.is_file():
+        return {}
+    with reading(path, f"Delete {run.journal}; the replies in it are made again."):
+        kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return kept
+
+
+def _already_there(
+    config: Config, run: RunFolder, manifest: dict[str, Any], inputs: dict[str, Any], revisions: Revisions
+) -> None:
+    made_in = manifest["inputs"]["target"]["dtype"]
+    if config.target.dtype == "auto" and (config.data.server or made_in == "auto"):
+        inputs["target"]["dtype"] = made_in  # what `auto` is on a server, nobody says
     check_inputs(run.samples, manifest, inputs)
     if not run.vocab_mapping.is_file() or sha256_file(run.vocab_mapping) != manifest["vocab_mapping_sha256"]:
         raise UserError(f"{run.vocab_mapping}: missing or damaged.", "Run `draftsmith prepare --fresh`.")
     say(f"samples: {manifest['counts']['train']} train, {manifest['counts']['eval']} held out (already there)")
     # An evaluation set that comes later does not undo a capture; but nobody has looked for it in the samples.
-    checked = manifest.get("not_in", {})
-    if new := [path for path in contamination_sets(config) if checked.get(path) != fingerprint(path)]:
+    checked, sets = manifest.get("not_in", {}), contamination_sets(config)
+    if new := [path for path in sets if path not in checked or checked[path] != _content(path, revisions)]:
         say(f"warning: the samples were made before {', '.join(new)}; `prepare --fresh` would look for it in them")
 
 

@@ -1,13 +1,4 @@
-"""`eval/report.{json,md,html}`: one JSON with numbers, and two renderings of it.
-
-`report.json`:
-    replay:    [{k, temperature, acceptance_length, ci95 [low, high], per_position, rounds, samples, exact}]
-    served:    [{set, k, temperature, concurrency, prompts, acceptance_length, per_position, drafts, accepted, tokens,
-                tokens_per_second, baseline_tokens_per_second, speedup, identical_replies}]
-    objective: {checkpoint, loss, loss_per_step, supervised_rows_per_step, accuracy_per_step}, held-out samples
-    settings, versions: what it takes to get the same figures again
-Rates are unconditional: accepted at position i / rounds. Acceptance length counts the bonus token.
-"""
+"""`eval/report.{json,md,html}`: one JSON with numbers, as `schema.py` describes it, and two renderings of it."""
 
 import json
 from html import escape
@@ -20,26 +11,33 @@ from draftsmith.core.config_io import dump_config
 from draftsmith.core.errors import UserError
 from draftsmith.core.pages import data_uri, template_environment
 from draftsmith.core.run import RunFolder
-from draftsmith.eval.plots import plot_loss, plot_positions
+from draftsmith.eval.plots import draw_plots, plot_loss
+from draftsmith.eval.schema import Report
+from draftsmith.eval.tables import summaries
 
 
 def write_report(run: RunFolder, config: Config, report: dict[str, Any]) -> None:
-    """Write the report's files into `run.eval`."""
+    """Write the report's files into `run.eval`.
+
+    Raises:
+        ValidationError: the report is not what its schema says (a fault of ours).
+    """
+    Report.model_validate(report)
     run.eval.mkdir(parents=True, exist_ok=True)
     write_json(run.eval / "report.json", report)
-    plots = {}
-    loss, positions = run.eval / "plots" / "loss.png", run.eval / "plots" / "acceptance_by_position.png"
+    plots = draw_plots(report, run.eval / "plots")
+    loss = run.eval / "plots" / "loss.png"
     if plot_loss(run.metrics, loss):
-        plots["Loss"] = loss
-    plot_positions(report, positions)
-    plots["Acceptance by position"] = positions
+        plots["Loss in training"] = loss
     environment = template_environment("draftsmith.eval")
     environment.filters["cell"] = lambda text: escape(str(text)).replace("|", "&#124;")
     environment.filters["rates"] = lambda rates: ", ".join(f"{r:.3f}" for r in rates)
-    shared = {"report": report, "name": config.run.name, "config": dump_config(config)}
+    environment.filters["figure"] = _figure
+    shared = {"report": report, "name": config.run.name, "config": dump_config(config), **summaries(report)}
     html = environment.get_template("report.html.j2").render(
         **shared,
         plots={k: data_uri(v.read_bytes()) for k, v in plots.items()},
+        settings=json.dumps(report["settings"], indent=2),
         versions=json.dumps(report["versions"], indent=2),
     )
     markdown = (
@@ -62,3 +60,8 @@ def read_report(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no report.", "Run `draftsmith eval` first.")
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
+
+
+def _figure(value: float | None, places: int = 3) -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{places}f}"

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
+from draftsmith.core.atomic import sha256_file
+from draftsmith.core.checkpoint import chosen_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.draft_folder import read_draft_folder
-from draftsmith.core.engine import require_vllm
+from draftsmith.core.engine import engine_dtype, require_vllm
 from draftsmith.core.errors import UserError
 from draftsmith.core.lineage import check_upstream
 from draftsmith.core.manifest import (
@@ -18,12 +19,19 @@ from draftsmith.core.manifest import (
 )
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
+from draftsmith.core.samples import iter_samples
 from draftsmith.core.sources import fingerprint
-from draftsmith.core.target import resolve_target
-from draftsmith.eval.offline import HeldOut, objective_figures, release_memory, replay
+from draftsmith.core.target import Target, resolve_target
+from draftsmith.eval.diagnose import diagnose, longest_sample
+from draftsmith.eval.offline import HeldOut, Replay, objective_figures, release_memory, replay
+from draftsmith.eval.prompts import PromptSets, write_prompts
+from draftsmith.eval.replay_rows import replay_rows, source_rows
 from draftsmith.eval.report import write_report
-from draftsmith.eval.served import prompt_sets, report_rows, serve
+from draftsmith.eval.rows import agreement_rows, served_row
+from draftsmith.eval.sweep import Measured, Variant, serve, serve_on_server
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+
+PROMPTS = "served_prompts.parquet"
 
 
 def evaluate(config: Config) -> None:
@@ -35,10 +43,10 @@ def evaluate(config: Config) -> None:
     """
     run = RunFolder.of(config)
     exported = require_manifest(run.export, "export", "eval")
-    checkpoint = read_checkpoint(final_checkpoint(run, "eval"))
+    checkpoint = read_checkpoint(chosen_checkpoint(run, config.export.checkpoint, "eval"))
     if checkpoint.folder.name != exported["checkpoint"]:
         raise UserError(
-            f"{run.export} holds {exported['checkpoint']}, and training ended at {checkpoint.folder.name}.",
+            f"{run.export} holds {exported['checkpoint']}, and export.checkpoint is {checkpoint.folder.name} by now.",
             "Export again with --fresh.",
         )
     inputs = eval_inputs(config, run)
@@ -49,27 +57,47 @@ def evaluate(config: Config) -> None:
     target = resolve_target(config.target)
     store = HiddenStateStore(run.hidden_states, "eval")
     check_upstream(config, run, target, store.manifest)
-    sets = prompt_sets(config, target)
-    require_vllm("eval")
+    sets = PromptSets(config, target)
+    if not config.eval.server:
+        require_vllm("eval")
     run.open(config)
     batches = HeldOut(store, config.train.tokens_per_batch)
-    report: dict[str, Any] = {"replay": [], "served": [], "objective": None}
+    report: dict[str, Any] = {"replay": [], "replay_by_source": [], "agreement": [], "objective": None}
+    replayed: Replay | None = None
     if len(batches):
         norm_form = store.manifest["last_state"]["norm_form"]
-        report["replay"], _ = replay(config, target, read_draft_folder(run.export), norm_form, batches)
-        report["objective"] = objective_figures(target, checkpoint, batches)
+        replayed = replay(config, target, read_draft_folder(run.export, target), norm_form, batches)
+        sources = {s.sample_id: s.source for s in iter_samples(run.samples, "eval")}
+        report["replay"] = replay_rows(config, replayed)
+        report["replay_by_source"] = source_rows(config, replayed, sources)
+        report["objective"] = objective_figures(target, checkpoint, batches, config.train.logits_bytes)
         release_memory()
-    without = serve(config, target, sets, None, 0)
-    for k in config.eval.k:
-        report["served"] += report_rows(k, serve(config, target, sets, run.export.resolve(), k), without)
-    report["settings"] = settings(config, exported, store)
+    measured, servers = _served(config, target, run, sets)
+    report["served"] = [served_row(config, m) for m in measured]
+    if replayed:
+        report["agreement"] = agreement_rows(config, replayed, measured)
+    write_prompts(run.eval / PROMPTS, sets.sets)
+    report["diagnosis"] = None
+    if short := [r for r in report["agreement"] if r["falls_short"] and r["method"] == "exact"]:
+        worst = min(short, key=lambda r: r["difference"])
+        say(f"K = {worst['k']}: served {worst['served']:.3f}, replayed {worst['replayed']:.3f}: looking for the reason")
+        report["diagnosis"] = diagnose(config, target, checkpoint, run.export, longest_sample(store))
+        say(f"first difference between trainer and engine: {report['diagnosis']['first_difference'] or 'none'}")
+    report["settings"] = settings(config, run, exported, store) | {"servers": servers}
     report["versions"] = package_versions()
     write_report(run, config, report)
     write_manifest(run.eval, "eval", inputs, {"report": "report.json"})
-    for row in report["served"]:
-        length = f"acceptance length {row['acceptance_length']:.3f}"
-        say(f"{row['set']}, K = {row['k']}, T = {row['temperature']:g}: {length} served")
     say(f"report: {run.eval}/report.html")
+
+
+def _served(
+    config: Config, target: Target, run: RunFolder, sets: PromptSets
+) -> tuple[list[Measured], list[dict[str, Any]]]:
+    """Passes, and what the servers said of themselves."""
+    if config.eval.server:
+        measured, sides = serve_on_server(config, sets)
+        return measured, [side.settings for side in sides]
+    return serve(config, target, sets, [Variant(run.export, k) for k in config.eval.k]), []
 
 
 def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
@@ -86,17 +114,25 @@ def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
     }
 
 
-def settings(config: Config, exported: dict[str, Any], store: HiddenStateStore) -> dict[str, Any]:
+def settings(config: Config, run: RunFolder, exported: dict[str, Any], store: HiddenStateStore) -> dict[str, Any]:
     """What it takes to get the same figures again."""
     return {
         "target": store.manifest["target"],
         "layer_ids": store.manifest["layer_ids"],
         "checkpoint": exported["checkpoint"],
         "export_weights_sha256": exported["weights_sha256"],
+        "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
+        "sets_sha256": {path: fingerprint(path) for path in config.eval.sets},
+        "prompts": PROMPTS,
+        "prompts_sha256": sha256_file(run.eval / PROMPTS),
         "prefix_caching": False,
         "chat_template": "applied",
+        "chat_template_kwargs": config.target.chat_template_kwargs,
+        "draft_sampling": config.eval.draft_sampling,
         "max_tokens": config.data.sampling.max_tokens,
+        "max_tokens_of_sets": config.eval.max_tokens or config.data.sampling.max_tokens,
         "max_length": config.data.max_length,
+        "dtype": engine_dtype(config.target),
         "tensor_parallel": config.target.tensor_parallel,
         "engine_args": config.target.engine_args,
         "seed": config.run.seed,

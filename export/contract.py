@@ -9,28 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.core.draft import DraftModel
+from draftsmith.core.draft_folder import mapping_problem, tensor_shapes
 from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.speculators_format import is_speculators, to_plain
 
 
 def required_tensors(shape: DraftShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a complete export."""
-    with torch.device("meta"):
-        draft = DraftModel(shape, torch.empty(shape.vocab_size, shape.hidden_size))
-    tensors = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    tensors = tensor_shapes(shape)
     if shape.draft_vocab_size != shape.vocab_size:
         tensors |= {"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}
     return tensors
 
 
-def find_problems(shape: DraftShape, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:
+def find_problems(
+    shape: DraftShape, tensors: dict[str, Tensor], config: dict[str, Any], layer_ids: list[int] | None = None
+) -> list[str]:
     """Everything that keeps a draft from being complete and consistent; empty: it is.
 
     Args:
         shape: what was trained.
         tensors: the exported tensors by name.
-        config: the exported config.json.
+        config: the exported config.json, in either layout.
+        layer_ids: vLLM's ids of the layers that it was trained on; None: whatever they are.
     """
+    if is_speculators(config):
+        config = to_plain(config, "config.json")
     wanted = required_tensors(shape)
     problems = [f"missing tensor {name}" for name in wanted.keys() - tensors.keys()]
     problems += [f"unexpected tensor {name}" for name in tensors.keys() - wanted.keys()]
@@ -40,14 +44,28 @@ def find_problems(shape: DraftShape, tensors: dict[str, Tensor], config: dict[st
         elif tensors[name].is_floating_point() and not torch.isfinite(tensors[name]).all():
             problems.append(f"{name} has values that are not finite")
     if "d2t" in wanted and {"d2t", "t2d"} <= tensors.keys():
-        problems += _mapping_problems(tensors["d2t"], tensors["t2d"])
+        problem = mapping_problem(tensors["d2t"], tensors["t2d"])
+        problems += [problem] if problem else []
     problems += [f"config.json lacks {key}" for key in required_config(shape).keys() - config.keys()]
     problems += [
         f"config.json says {key}: {config[key]}, the draft has {value}"
         for key, value in required_config(shape).items()
         if key in config and config[key] != value
     ]
+    if layer_ids is not None:
+        problems += _layer_problems(config, layer_ids)
     return sorted(problems)
+
+
+def _layer_problems(config: dict[str, Any], layer_ids: list[int]) -> list[str]:
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if config.get("layer_id_convention") == "sglang":
+        # At the top level vLLM would read them, and take other layers.
+        right = nested == [i - 1 for i in layer_ids] and "eagle_aux_hidden_state_layer_ids" not in config
+    else:
+        right = nested is None and config.get("eagle_aux_hidden_state_layer_ids") == layer_ids
+    said = config.get("eagle_aux_hidden_state_layer_ids", nested)
+    return [] if right else [f"config.json names layers {said}, the draft was trained on {layer_ids}"]
 
 
 def required_config(shape: DraftShape) -> dict[str, Any]:
@@ -73,14 +91,3 @@ def required_config(shape: DraftShape) -> dict[str, Any]:
         "rope_parameters": shape.rope,
         "rope_theta": shape.rope["rope_theta"],
     }
-
-
-def _mapping_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
-    ids = d2t + torch.arange(len(d2t))
-    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
-        return [f"d2t is {d2t.dtype} and t2d is {t2d.dtype}, not int64 and bool"]
-    if int(ids.min()) < 0 or int(ids.max()) >= len(t2d):
-        return ["d2t points outside the target's vocabulary (absolute ids instead of offsets?)"]
-    if len(set(ids.tolist())) != len(ids):
-        return ["d2t maps two draft ids to one target id"]
-    return [] if torch.equal(ids.sort().values, t2d.nonzero().squeeze(1)) else ["d2t and t2d name different tokens"]

@@ -28,6 +28,7 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionL
 from draftsmith.core.atomic import write_json
 from draftsmith.hidden_state_capture.gather import Gatherer, Held, SampleRows
 from draftsmith.hidden_state_capture.shard import next_number, remove_uncommitted
+from draftsmith.hidden_state_capture.spool_writer import SpoolWriter
 from draftsmith.hidden_state_capture.writer import CONNECTOR, ShardWriter, WriterConfig
 
 
@@ -70,7 +71,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         # An aborted request has not been computed to its end: its blocks hold some other request's states.
         if not params or "sample_id" not in params or request.num_computed_tokens < len(ids):
             return False, None
-        rows = SampleRows.of(params["sample_id"], ids, params["loss_spans"], params.get("save_to"))
+        rows = SampleRows.of(params["sample_id"], ids, params["loss_spans"], params.get("save_to"), params.get("slot"))
         self._finished.append(Held(request.request_id, list(block_ids), rows))
         return True, None
 
@@ -111,19 +112,21 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"unknown layout of the hidden-states cache: {tuple(cache.shape)}")
         if get_tensor_model_parallel_rank() != 0:
             return
-        if self._extra["clean"]:
+        if self._extra["served"]:
             remove_uncommitted(self._folder)
         config = dict(self._extra["writer"])
         config.setdefault("first", next_number(self._folder))
-        self.writer = ShardWriter(self._folder, WriterConfig(**config))
+        kind = SpoolWriter if self._extra["spool"] else ShardWriter
+        self.writer = kind(self._folder, WriterConfig(**config))
         self._gatherer = Gatherer(
             cache.transpose(1, 2) if fits[-1] == 2 else cache,
             config["storage"],
             config["pending_bytes"],
             self._extra["gather_bytes"],
         )
-        told = {"layer_ids": self._extra["layer_ids"], "storage": config["storage"], "dtype": str(cache.dtype)}
-        write_json(self._folder / CONNECTOR, told)
+        if self._extra["served"]:
+            told = {"layer_ids": self._extra["layer_ids"], "storage": config["storage"], "dtype": str(cache.dtype)}
+            write_json(self._folder / CONNECTOR, told)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""

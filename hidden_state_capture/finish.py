@@ -138,6 +138,7 @@ def _what(captured: Captured, probe: dict[str, Any]) -> dict[str, Any]:
             "eps": probe["eps"],
         },
         "storage": config.capture.storage,
+        "mode": config.capture.mode,
     }
 
 

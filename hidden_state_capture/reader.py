@@ -72,6 +72,22 @@ class HiddenStateStore:
                     "Run `draftsmith capture --fresh`.",
                 )
 
+    @classmethod
+    def of_shard(
+        cls, folder: Path, manifest: dict[str, Any], shard: dict[str, Any], index: list[dict[str, Any]]
+    ) -> "HiddenStateStore":
+        """One shard as a store of its own.
+
+        Args:
+            folder: that the shard lies in.
+            manifest: of a store whose states are of the same kind.
+            shard: its entry of `manifest.shards`.
+            index: its samples' rows of the index.
+        """
+        store = cls.__new__(cls)
+        store.folder, store.manifest, store.index = folder, {**manifest, "shards": [shard]}, index
+        return store
+
     def numbers(self, split: str) -> list[int]:
         """Sample numbers of one split, in order of sample_id, so that shards' order does not matter."""
         chosen = [i for i, row in enumerate(self.index) if row["split"] == split]

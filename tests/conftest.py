@@ -1,7 +1,7 @@
 """What the tests share: a tiny random target, configs on it, and a run folder made by the real writers without vLLM.
 
 Test modules cannot import one another (`--import-mode=importlib`), so helpers are fixtures that return functions;
-`families.py` alone can be imported, since tests are parametrised by its names.
+`families.py` and `drafts.py` alone can be imported, since tests are parametrised by their names.
 """
 
 import importlib.util
@@ -51,6 +51,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "save_interval": 4,
     },
     "eval": {"k": [1, 3], "bootstrap": 50},
+    "export": {"verify": "offline"},  # the engine's part is tests/pipeline's
 }
 
 

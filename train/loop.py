@@ -4,23 +4,27 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from draftsmith.core.batch import Batch
 from draftsmith.core.config import Config
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.objective import StepSums, step_weights, supervised_rows
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.replay import SampleRounds, acceptance, walk
-from draftsmith.data.batching import collate, epoch_order, plan_batches, rank_share
+from draftsmith.data.batching import collate, plan_batches
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train.average import Average
+from draftsmith.train.feed import Feed
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.noise import add_noise
 from draftsmith.train.optim import learning_rate
+from draftsmith.train.signals import Signals
 from draftsmith.train.state import TrainState, save
 from draftsmith.train.step import TrainingStep, Work
 
@@ -31,10 +35,10 @@ class Trainer:
 
     Attributes:
         module: the training step as Accelerate prepared it; `step` is the module itself.
-        plan: sample numbers of every step of this rank, over all epochs.
+        feed: this rank's batches, step by step, over all epochs.
         held_out: sample numbers of the held-out split.
         state: loop state; `state.step` optimizer steps are done.
-        skipped: steps of this process that were not taken.
+        average: of the weights, where one is kept.
     """
 
     config: Config
@@ -43,80 +47,118 @@ class Trainer:
     module: torch.nn.Module
     step: TrainingStep
     optimizer: torch.optim.Optimizer
-    plan: list[list[int]]
+    feed: Feed
     held_out: list[int]
     metrics: Metrics
     state: TrainState
-    skipped: int = 0
+    average: Average | None = None
 
-    def run(self) -> None:
-        """Train to the end of the plan, evaluating and saving on the way."""
-        config, total = self.config.train, len(self.plan)
+    def run(self) -> bool:
+        """Train to the end of the plan, evaluating and saving on the way; False where SIGTERM ended it before."""
+        config, total = self.config.train, self.state.total_steps
         tokens, since = 0, time.monotonic()
-        with meter("train", total, "steps", start=self.state.step) as shown:
-            for work in self._batches(self.state.step):
-                sums, rows, norm = self._optimizer_step(work)
-                self.state.step += 1
-                tokens += work.batch.num_tokens * self.accelerator.num_processes
+        with meter("train", total, "steps", start=self.state.step) as shown, Signals() as signals:
+            for works in self._batches(self.state.step):
+                sums, rows, norm, (end, save_now) = self._optimizer_step(works, signals.take())
+                self._count_step()
+                tokens += sum(work.batch.num_tokens for work in works) * self.accelerator.num_processes
                 step, last = self.state.step, self.state.step == total
                 if step % config.log_interval == 0 or last:
                     now = time.monotonic()
                     self._log(shown, sums, rows, norm, tokens / (now - since))
                     tokens, since = 0, now
-                if step % config.eval_interval == 0 or last:
-                    self._evaluate()
-                if step % config.save_interval == 0 or last:
+                if last:
+                    self._check_something_was_learned()
+                best = (step % config.eval_interval == 0 or last) and self._evaluate()
+                if step % config.save_interval == 0 or best or last or end or save_now:
                     save(self)
                 shown.advance()
-        if self.skipped:
-            say(f"warning: {self.skipped} steps were not taken, their gradients not being finite (see metrics.jsonl)")
-        if self.skipped and self.skipped == self.state.step:
+                if end and not last:
+                    return False
+        return True
+
+    def _count_step(self) -> None:
+        self.state.step += 1
+        each = self.config.train.grad_accum_steps
+        for batches in range((self.state.step - 1) * each + 1, self.state.step * each + 1):
+            if rejected := self.feed.done(batches):
+                self.metrics.log(self.state.step, rejected_samples=rejected)
+
+    def _check_something_was_learned(self) -> None:
+        """Before the last checkpoint, which says that training is done."""
+        skipped = self.state.skipped
+        if skipped == self.state.step:
             raise StageFailed("no step was taken: no gradient was finite. Capture again, or lower train.learning_rate.")
+        if skipped:
+            say(f"warning: {skipped} steps were not taken, their gradients not being finite (see metrics.jsonl)")
 
-    def _batches(self, start: int) -> Iterator[Work]:
-        """The plan's batches from step `start`, the next one read and laid out while this one is worked on."""
-        with ThreadPoolExecutor(1) as pool:
-            coming = pool.submit(self._work, self.plan[start]) if start < len(self.plan) else None
-            for step in range(start, len(self.plan)):
+    def _batches(self, start: int) -> Iterator[list[Work]]:
+        """The batches of every step from `start`, the next ones read and laid out while these are worked on."""
+        with ThreadPoolExecutor(1) as pool, self.feed:
+            coming = pool.submit(self._works, start) if start < self.state.total_steps else None
+            for step in range(start, self.state.total_steps):
                 assert coming is not None
-                work = coming.result()
-                if step + 1 < len(self.plan):
-                    coming = pool.submit(self._work, self.plan[step + 1])
-                yield work.to(self.accelerator.device)
+                began = time.monotonic()
+                works = coming.result()
+                self.feed.waited += time.monotonic() - began
+                if step + 1 < self.state.total_steps:
+                    coming = pool.submit(self._works, step + 1)
+                yield works
 
-    def _work(self, numbers: list[int]) -> Work:
-        return self.step.lay_out(collate(self.store, numbers))
+    def _works(self, step: int) -> list[Work]:
+        each = self.config.train.grad_accum_steps
+        return [self.step.lay_out(self.feed.batch(step * each + i)) for i in range(each)]
 
-    def _optimizer_step(self, work: Work) -> tuple[StepSums, Tensor, float]:
+    def _optimizer_step(
+        self, works: list[Work], asked: tuple[bool, bool]
+    ) -> tuple[StepSums, Tensor, float, tuple[bool, bool]]:
+        """Sums and rows of the step, the gradient's norm, and what any rank's scheduler asked for."""
         config, accelerator = self.config.train, self.accelerator
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.state.step, len(self.plan))
-        noise = (config, self.config.run.seed, self.state.step, accelerator.process_index)
-        work = replace(work, batch=add_noise(work.batch, *noise))
-        rows_J = accelerator.reduce(supervised_rows(work.batch, config.ttt_steps))
+            group["lr"] = learning_rate(config, self.state.step, self.state.total_steps)
+        own = torch.stack([supervised_rows(work.batch, config.ttt_steps) for work in works]).sum(0)
+        told = accelerator.reduce(torch.cat([own, torch.tensor(asked, dtype=own.dtype)]).to(accelerator.device))
+        rows_J, (end, save_now) = told[:-2], (told[-2:] > 0).tolist()
         # Gradients are averaged over ranks, and the loss is a sum over them.
         weights_J = step_weights(rows_J, config.step_decay) * accelerator.num_processes
-        with accelerator.autocast():
-            loss, sums = self.module(work, weights_J)
-        accelerator.backward(loss)
+        parts = []
+        for i, work in enumerate(works):
+            alone = i + 1 < len(works)  # only the last batch's backward meets the other ranks
+            with accelerator.no_sync(self.module) if alone else nullcontext():
+                parts.append(self._backward(work, i, weights_J))
         norm = float(accelerator.clip_grad_norm_(self.step.objective.draft.parameters(), config.max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
             self.state.skipped_in_a_row = 0
+            if self.average:
+                self.average.update()
         else:
-            self._skip(work.batch, norm)
+            self._skip([name for work in works for name in work.batch.sample_ids], norm)
         self.optimizer.zero_grad()
-        return sums, rows_J, norm
+        sums = StepSums(*(torch.stack(part).sum(0) for part in zip(*(vars(p).values() for p in parts), strict=True)))
+        return sums, rows_J, norm, (end, save_now)
 
-    def _skip(self, batch: Batch, norm: float) -> None:
+    def _backward(self, work: Work, number: int, weights_J: Tensor) -> StepSums:
+        """Add a batch's part of the step's gradient."""
+        config, accelerator = self.config.train, self.accelerator
+        batch_of_all = self.state.step * config.grad_accum_steps + number
+        work = work.to(accelerator.device)
+        noise = (config, self.config.run.seed, batch_of_all, accelerator.process_index)
+        work = replace(work, batch=add_noise(work.batch, *noise))
+        with accelerator.autocast():
+            loss, sums = self.module(work, weights_J)
+        accelerator.backward(loss)
+        return sums  # type: ignore[no-any-return]
+
+    def _skip(self, sample_ids: list[str], norm: float) -> None:
         """A step whose gradient is not finite is not taken, but never silently."""
         self.state.skipped_in_a_row += 1
-        self.skipped += 1
-        self.metrics.log(self.state.step + 1, skipped_step=1, grad_norm=str(norm), sample_ids=list(batch.sample_ids))
+        self.state.skipped += 1
+        self.metrics.log(self.state.step + 1, skipped_step=1, grad_norm=str(norm), sample_ids=sample_ids)
         if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise StageFailed(
                 f"the gradient was not finite in {self.state.skipped_in_a_row} steps in a row, last at step "
-                f"{self.state.step + 1} (samples {', '.join(batch.sample_ids[:3])}, ...); lower train.learning_rate."
+                f"{self.state.step + 1} (samples {', '.join(sample_ids[:3])}, ...); lower train.learning_rate."
             )
 
     def _log(self, shown: Meter, sums: StepSums, rows_J: Tensor, norm: float, rate: float) -> None:
@@ -130,9 +172,10 @@ class Trainer:
             loss=loss,
             loss_per_step=loss_J.tolist(),
             accuracy_per_step=accuracy,
-            learning_rate=learning_rate(config, self.state.step - 1, len(self.plan)),
+            learning_rate=learning_rate(config, self.state.step - 1, self.state.total_steps),
             grad_norm=norm if math.isfinite(norm) else None,
             tokens_per_second=rate,
+            **self.feed.figures(),
         )
         figures = {
             "loss": f"{loss:.3f}",
@@ -141,16 +184,27 @@ class Trainer:
         }
         shown.figures(**figures)
 
-    def _evaluate(self) -> None:
-        """Replay the held-out samples with the draft as it is (every rank does the same small work)."""
+    def _evaluate(self) -> bool:
+        """Replay the held-out samples (every rank does the same small work); whether the draft is the best so far."""
         if not self.held_out:
-            return
+            return False
+        with self.average.in_place() if self.average else nullcontext():
+            length = self._replay()
+        before = self.state.best
+        if before and length <= before["acceptance_length"]:
+            return False
+        self.state.best = {"step": self.state.step, "acceptance_length": length}
+        return True
+
+    def _replay(self) -> float:
+        """Acceptance length of the held-out samples; what else came out is logged."""
         config, steps = self.config.train, self.config.train.ttt_steps
         rounds: list[SampleRounds] = []
         totals = torch.zeros(3, steps)
         lengths = self.store.lengths(self.held_out)
         for batch_numbers in plan_batches(lengths, config.tokens_per_batch):
-            work = self._work([self.held_out[i] for i in batch_numbers]).to(self.accelerator.device)
+            batch = collate(self.store, [self.held_out[i] for i in batch_numbers])
+            work = self.step.lay_out(batch).to(self.accelerator.device)
             with self.accelerator.autocast():
                 leading, sums = self.step.matches(work)
             rounds += walk(work.batch, leading, steps)
@@ -164,15 +218,4 @@ class Trainer:
             eval_acceptance_length=figures["acceptance_length"],
             eval_per_position=figures["per_position"],
         )
-
-
-def training_plan(store: HiddenStateStore, config: Config, rank: int, world_size: int) -> list[list[int]]:
-    """Sample numbers of every optimizer step of one rank, over all epochs; only config and store decide it."""
-    numbers = store.numbers("train")
-    lengths = store.lengths(numbers)
-    plan: list[list[int]] = []
-    for epoch in range(config.train.epochs):
-        order = epoch_order(len(numbers), config.run.seed, epoch)
-        batches = plan_batches(lengths, config.train.tokens_per_batch, order)
-        plan += [[numbers[i] for i in batch] for batch in rank_share(batches, rank, world_size)]
-    return plan
+        return float(cast(float, figures["acceptance_length"]))

@@ -1,5 +1,6 @@
 """`train`: hidden states -> draft checkpoints."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
-from draftsmith.core.checkpoint import Checkpoint, build_objective, read_checkpoint
+from draftsmith.core.checkpoint import Checkpoint, build_objective, own_weights, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import resolve_shape
 from draftsmith.core.engine import has_bfloat16
@@ -22,7 +23,9 @@ from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.vocab import load_mapping
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.train.loop import Trainer, training_plan
+from draftsmith.train.average import Average
+from draftsmith.train.feed import Feed, nothing_to_check, open_feed, open_store
+from draftsmith.train.loop import Trainer
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.state import TrainState, load_optimizer
@@ -32,24 +35,29 @@ from draftsmith.train.step import TrainingStep, fused_dtype
 _FC_REST = 0.1
 
 
-def train(config: Config) -> None:
+def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) -> None:
     """Train the draft; goes on from the newest complete checkpoint.
+
+    Args:
+        config: of the run.
+        check_capture: raises what ended the capture that feeds this training.
 
     Raises:
         UserError: capture has not been run, or the run was trained with other settings.
-        StageFailed: gradients stayed non-finite.
+        StageFailed: gradients stayed non-finite, or the capture of a spool ended.
     """
     run = RunFolder.of(config)
-    store = HiddenStateStore(run.hidden_states, "train")
+    store = open_store(config)
     target = resolve_target(config.target)
     check_upstream(config, run, target, store.manifest)
     resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), len(load_mapping(run.vocab_mapping).d2t))
     accelerator = _accelerator(config, run)
     inputs = train_inputs(config, run)
-    plan = training_plan(store, config, accelerator.process_index, accelerator.num_processes)
-    if not plan:
+    feed = open_feed(store, config, accelerator.process_index, accelerator.num_processes, check_capture)
+    total = len(feed.plan) // config.train.grad_accum_steps
+    if not total:
         raise UserError(f"{run.hidden_states} holds no training sample.", "Add prompts, or lower data.eval_share.")
-    state = TrainState(0, len(plan), 0, accelerator.num_processes, inputs)
+    state = TrainState(0, total, 0, accelerator.num_processes, inputs)
     checkpoint = _newest(run, state)
     if checkpoint and checkpoint.state["step"] == checkpoint.state["total_steps"]:
         if not read_manifest(run.checkpoints):  # killed between the last checkpoint and this
@@ -59,18 +67,24 @@ def train(config: Config) -> None:
     if accelerator.is_main_process:
         run.open(config)
     set_seed(config.run.seed)
-    trainer = _trainer(config, run, store, target, accelerator, plan, state, checkpoint)
     try:
-        trainer.run()
+        feed.start(checkpoint.state["step"] * config.train.grad_accum_steps if checkpoint else 0)
+        trainer = _trainer(config, run, store, target, accelerator, feed, state, checkpoint)
+        finished = trainer.run()
     except torch.OutOfMemoryError as error:
         raise StageFailed(
             f"training ran out of GPU memory at step {state.step + 1}; lower train.tokens_per_batch (now "
             f"{config.train.tokens_per_batch}) or data.draft_vocab_size. {error}"
         ) from None
+    finally:
+        feed.close(finished=state.step == total)
     trainer.metrics.close()
+    if not finished:
+        say(f"draft: stopped by SIGTERM at step {state.step} of {total}, which is saved; the same command goes on")
+        return
     if accelerator.is_main_process:
         _write_manifest(run, asdict(state))
-    say(f"draft: {len(plan)} steps -> {run.checkpoints}/step-{len(plan):07d}")
+    say(f"draft: {total} steps -> {run.checkpoints}/step-{total:07d}")
 
 
 def _write_manifest(run: RunFolder, state: dict[str, Any]) -> None:
@@ -111,7 +125,7 @@ def _trainer(
     store: HiddenStateStore,
     target: Target,
     accelerator: Accelerator,
-    plan: list[list[int]],
+    feed: Feed,
     state: TrainState,
     checkpoint: Checkpoint | None,
 ) -> Trainer:
@@ -121,20 +135,25 @@ def _trainer(
     loss = LossOptions.of(config.train)
     bare = build_objective(target, shape, torch.from_numpy(mapping.target_ids), norm_form, loss)
     if checkpoint:
-        bare.draft.load_state_dict(checkpoint.tensors)
-        state.step, state.skipped_in_a_row = checkpoint.state["step"], checkpoint.state["skipped_in_a_row"]
-        say(f"draft: going on from step {state.step} of {len(plan)}")
+        bare.draft.load_state_dict(own_weights(checkpoint))
+        for name in ("step", "skipped_in_a_row", "skipped", "best"):
+            setattr(state, name, checkpoint.state[name])
+        say(f"draft: going on from step {state.step} of {state.total_steps}")
     elif config.draft.init == "target":
         init_from_target(bare, target, torch.from_numpy(mapping.target_ids))
     bare.draft.lm_head.requires_grad_(config.draft.train_lm_head)
-    optimizer: Any = make_optimizer(config.train, [p for p in bare.draft.parameters() if p.requires_grad])
+    optimizer: Any = make_optimizer(
+        config.train, [(name, p) for name, p in bare.draft.named_parameters() if p.requires_grad]
+    )
     half = accelerator.mixed_precision == "bf16"
     step = TrainingStep(bare, config.train, fused_dtype(config.train, shape, accelerator.device, half))
     module, optimizer = accelerator.prepare(step, optimizer)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    metrics = Metrics(run.metrics, accelerator, config, state.step)
-    return Trainer(config, accelerator, store, module, step, optimizer, plan, store.numbers("eval"), metrics, state)
+    decay, kept = config.train.ema_decay, checkpoint.tensors if checkpoint else None
+    average = Average(step.objective.draft, decay, kept) if decay else None
+    metrics, held_out = Metrics(run.metrics, accelerator, config, state.step), store.numbers("eval")
+    return Trainer(config, accelerator, store, module, step, optimizer, feed, held_out, metrics, state, average)
 
 
 def init_from_target(objective: Objective, target: Target, target_ids: torch.Tensor) -> None:

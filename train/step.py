@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from draftsmith.core.batch import Batch
 from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.draft_shape import DraftShape
+from draftsmith.core.engine import multiplies_bfloat16
 from draftsmith.core.errors import UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.replay import chain_matches
@@ -93,12 +94,19 @@ def fused_dtype(config: TrainConfig, shape: DraftShape, device: torch.device, ha
     if config.matmul == "fp8":
         _require_fp8(config, shape, device, half)
     fits = shape.head_dim in (16, 32, 64, 128)
+    gpu = device.type == "cuda"
+    compiles = gpu and (not half or multiplies_bfloat16(device))
     if config.kernels == "eager" or (
-        config.kernels == "auto" and config.matmul == "bf16" and not (fits and half and device.type == "cuda")
+        config.kernels == "auto" and config.matmul == "bf16" and not (fits and half and compiles)
     ):
         return None
-    if device.type != "cuda":
+    if not gpu:
         raise UserError("train.kernels is fused, and there is no GPU here.", "Set train.kernels to auto.")
+    if not compiles:
+        raise UserError(
+            "train.kernels is fused, train.precision bfloat16, and this GPU is older than sm_80: it has no bfloat16.",
+            "Set train.precision to float32, or train.kernels to auto.",
+        )
     if not fits:
         raise UserError(
             f"the fused pass was asked for, and the draft's head_dim is {shape.head_dim}; its kernels are built for "

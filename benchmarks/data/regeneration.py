@@ -52,7 +52,7 @@ def measure(config: Config, conversations: list[Conversation], rounds: int) -> d
                 first = dialogues.take()
                 assert first
                 answer_on_engine(config, llm, dialogues, first, shown)
-                rows = [row for rows in journal.rows() for row in rows]
+                rows = [row for rows in journal.rows(journal.confirmed()) for row in rows]
                 ours = sum(end - start for row in rows for start, end in row.loss_spans)
                 rates["ours"].append(ours / (time.monotonic() - begin))
     medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}

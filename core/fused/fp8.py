@@ -23,7 +23,7 @@ from draftsmith.core.fused.products import Products
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Every dimension that is summed over, or is the second operand's, must be a multiple of this.
 MULTIPLE = 16
-_TILE = 64
+_TILE = 32
 
 
 @triton.jit
@@ -153,10 +153,11 @@ class Fp8Products(Products):
         return _product(dy.plain, w.turned, dy.scale, w.scale, dy.dtype, out)
 
     def into_weight(self, total_NK: Tensor | None, dy: Scaled, x_MK: Tensor, peak: Tensor | None = None) -> Tensor:
-        """`total` + dy.T @ x in float32."""
+        """`total` + dy.T @ x in float32; what is added is rounded to bfloat16, 2^-5 of the operands' own rounding."""
         x = scaled(x_MK, E4M3, plain=False, turned=True, peak=peak)
         assert dy.turned is not None and x.turned is not None
-        made = _product(dy.turned, x.turned, dy.scale, x.scale, torch.float32, None)
+        dtype = torch.float32 if total_NK is None else dy.dtype
+        made = _product(dy.turned, x.turned, dy.scale, x.scale, dtype, None)
         return made if total_NK is None else total_NK.add_(made)
 
     def overwriting(self, values_MN: Tensor, peak: Tensor) -> tuple[Any, Tensor, Tensor | None]:

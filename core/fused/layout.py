@@ -116,8 +116,15 @@ def lay_out(batch: Batch, steps: int, label_rows: int, window: int | None = None
 
 
 def _pairs(batch: Batch, runs_T: np.ndarray, rows: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every (step, row) with a label: flat number, label row, row of its true token; ordered by label row."""
+    """Every (step, row) with a label: flat number, label row, row of its true token; ordered by label row.
+
+    Raises:
+        UserError: the last state of a label is missing; it names the sample.
+    """
     kept = batch.last_rows_M.numpy()
+    missing = rows[~np.isin(rows + 1, kept)]  # labels of step 1; deeper steps' are among them
+    if len(missing):
+        raise batch.lacks_label(int(missing[0]) + 1)
     flat, label, truth = [], [], []
     for j in range(1, steps + 1):
         r = np.flatnonzero(runs_T[rows] >= j + 1)

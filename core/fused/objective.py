@@ -1,4 +1,4 @@
-"""The fused pass as training and replay call it."""
+"""The fused pass as training calls it."""
 
 from typing import Any
 

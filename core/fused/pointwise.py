@@ -71,8 +71,9 @@ def _output_grad(
     scale = tl.load(SCALE)
     dw = tl.zeros([BLOCK], tl.float32)
     dw_next = tl.zeros([BLOCK], tl.float32)
+    wide = size.to(tl.int64)  # rows times their width may pass 2^31
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
-        at = i * size + c  # rows of one step: below 2^31 elements
+        at = i * wide + c
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32) * scale
         rstd = tl.load(RSTD + i)
@@ -95,9 +96,9 @@ def _output_grad(
             dx += df
         dw += part
         tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
-    tl.store(DW + tl.program_id(0) * size + c, dw, mask=inside)
+    tl.store(DW + tl.program_id(0) * wide + c, dw, mask=inside)
     if HAS_NEXT:
-        tl.store(DW_NEXT + tl.program_id(0) * size + c, dw_next, mask=inside)
+        tl.store(DW_NEXT + tl.program_id(0) * wide + c, dw_next, mask=inside)
 
 
 @triton.jit
@@ -111,15 +112,16 @@ def _rms_grad(
     inside = c < size
     w = tl.load(W + c, mask=inside, other=0.0)
     dw = tl.zeros([BLOCK], tl.float32)
+    wide = size.to(tl.int64)  # rows times their width may pass 2^31
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
-        at = i * size + c  # rows of one step: below 2^31 elements
-        row = tl.load(INDEX + i).to(tl.int64) if INDEXED else i
-        x = tl.load(X + row * size + c, mask=inside, other=0.0).to(tl.float32)
+        at = i * wide + c
+        row = tl.load(INDEX + i) if INDEXED else i
+        x = tl.load(X + row * wide + c, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
         dres = tl.zeros([BLOCK], tl.float32)
         if HAS_RES:
-            r = tl.load(DRES_INDEX + i).to(tl.int64) if RES_INDEXED else i
-            dres = tl.load(DRES + r * size + c, mask=tl.where(r >= 0, c, size) < size, other=0.0).to(tl.float32)
+            r = tl.load(DRES_INDEX + i) if RES_INDEXED else i
+            dres = tl.load(DRES + r * wide + c, mask=tl.where(r >= 0, c, size) < size, other=0.0).to(tl.float32)
         if RESIDUAL_NORMED:
             dy += dres
         dx, part = _norm_grad(dy, x, tl.load(RSTD + i), w, size)
@@ -128,7 +130,7 @@ def _rms_grad(
             dx += dres
         if HAS_DX:
             tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=inside)
-    tl.store(DW + tl.program_id(0) * size + c, dw, mask=inside)
+    tl.store(DW + tl.program_id(0) * wide + c, dw, mask=inside)
 
 
 @triton.jit

@@ -197,7 +197,7 @@ def test_what_is_there_already_is_said_and_exit_code_is_0(run_cli, no_engine, co
 
 def test_the_stages_run_one_after_another(run_cli, no_engine, config_file, synthetic_run):
     file = config_file(synthetic_run)
-    for stage, said in [("train", "draft: 11 steps"), ("export", "verified: True"), ("summary", "not made yet")]:
+    for stage, said in [("train", "draft: 11 steps"), ("export", "proven"), ("summary", "not made yet")]:
         code, out, error = run_cli(stage, "--config", file)
         assert (code, error) == (0, "") and said in out
 

@@ -49,6 +49,26 @@ def test_every_row_is_used_or_counted_and_listed(read, source):
     assert said(made) == ["a b c d", "e"]
 
 
+ODD_REPLIES = [
+    {"content": ""}, {"content": None}, {"content": " "}, {"content": "", "reasoning_content": "hm"},
+    {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, {"content": 7}, {"tool_calls": "f(1)"},
+    {"content": None, "function_call": {"name": "f"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reply", ODD_REPLIES, ids=str)
+def test_a_row_whose_replies_are_dropped_needs_no_usable_reply(read, source, reply):
+    row = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", **reply},
+                        {"role": "user", "content": "two"}]}  # fmt: skip
+    path = source(
+        row, {"prompt": "x", "response": ""}, {"messages": row["messages"], "finish_reason": "content_filter"}
+    )
+    made = read(path, data={"dedup": {"exact": False, "near": False}})
+    assert not made.listed and [len(c.user_turns) for c in made.conversations] == [2, 1, 2]
+    for data in ({"history": "source"}, {"replies": "keep"}):  # where they are used they are looked at
+        assert len(read(source(row, {"prompt": "y"}), data=data).listed) == 1
+
+
 def test_a_repeated_id_gets_one_of_its_own_and_no_row_is_lost(read, source):
     made = read(source({"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}, {"prompt": "c", "id": "x"}))
     assert [c.id for c in made.conversations] == ["x", "x@1", "x@2"] and said(made) == ["a", "b", "c"]

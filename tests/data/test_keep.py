@@ -163,7 +163,7 @@ def test_what_the_server_returned_gives_what_the_target_emitted(kept, tokenizer_
     """The API's own reasoning and content, white space included, lead back to the emitted tokens."""
     pytest.importorskip("vllm")
     from draftsmith.core.config import TargetConfig
-    from draftsmith.data.reasoning import ClientView
+    from draftsmith.core.reasoning import ClientView
 
     tokenizer = tokenizer_of(name)
     view = ClientView(TargetConfig(reasoning_parser=parser), tokenizer)
@@ -214,6 +214,17 @@ def test_a_reply_that_was_cut_has_no_end_token_and_is_not_hidden_in_a_merged_row
     found = kept("chatml", [user("a"), ai("cut of"), user("b"), ai("whole")], finish=("length", "stop"))
     assert [(row.turn, row.finish_reason) for row in found] == [(0, "length"), (1, "stop")]
     assert supervised(tokenizer_of("chatml"), found[0]) == ["cut of"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reply_that_was_cut_inside_a_call_or_its_reasoning_is_refused(kept, tokenizer_of, name):
+    """The template closes the call, or the reasoning; the target had not come to that."""
+    assert reasons(kept(name, [user("Weather?"), CALL], finish=("length",))) == ["cut_before_its_end"]
+    if name in THINKS:
+        thought = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+        assert reasons(kept(name, [user("?"), thought], finish=("length",))) == ["cut_before_its_end"]
+    (row,) = kept(name, [user("?"), think(name, "cut of")], finish=("length",))
+    assert supervised(tokenizer_of(name), row)[0].endswith("cut of")
 
 
 MARKED = (

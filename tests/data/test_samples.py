@@ -10,11 +10,12 @@ from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.errors import UserError
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, iter_samples, read_samples, write_samples
+from draftsmith.core.target import resolve_target
 from draftsmith.core.vocab import load_mapping
 from draftsmith.data import stage
 from draftsmith.data.inputs import Inputs
 from draftsmith.data.rows import Row
-from draftsmith.data.stage import _fitting, prepare
+from draftsmith.data.stage import _fitting, prepare, prepare_inputs
 
 
 @pytest.fixture
@@ -178,6 +179,23 @@ def test_what_is_there_is_not_made_again_and_a_later_evaluation_set_is_said(prep
     bench = source({"prompt": "x"}, name="bench.jsonl")
     prepare(changed(prepared.config, eval={"sets": [bench]}))
     assert f"warning: the samples were made before {bench}" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_what_auto_is_on_this_machine_decides_the_replies(prepared, changed, monkeypatch):
+    """Samples made in float32 on one machine are not those that bfloat16 makes on another; kept ones are."""
+    auto = changed(prepared.config, run={"name": "auto"}, target={"dtype": "auto"})
+    kept = changed(auto, data={"replies": "keep"})
+    monkeypatch.setattr("draftsmith.core.engine.has_bfloat16", lambda: False)
+    resolved = resolve_target(auto.target)
+    assert prepare_inputs(auto, resolved)["target"]["dtype"] == "float32"
+    before = prepare_inputs(kept, resolved)
+    prepare(auto)
+    prepare(changed(auto, target={"dtype": "float32"}))  # the same by its name
+    monkeypatch.setattr("draftsmith.core.engine.has_bfloat16", lambda: True)
+    with pytest.raises(UserError, match=r'target\.dtype is "float32" there and "bfloat16" in the config'):
+        prepare(auto)
+    prepare(changed(auto, data={"server": {"url": "http://host:8000"}}))  # a server's settings are no input
+    assert prepare_inputs(kept, resolved) == before
 
 
 def test_replies_of_another_author_and_cut_ones_are_said(prepared, changed, monkeypatch, capsys):

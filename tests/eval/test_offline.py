@@ -5,10 +5,11 @@ import pytest
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
 from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.errors import UserError
+from draftsmith.core.replay import SampleRounds, tally
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import resolve_target
 from draftsmith.eval.offline import HeldOut, objective_figures, replay
-from draftsmith.eval.served import HELD_OUT, prompt_sets
+from draftsmith.eval.replay_rows import replay_rows, source_rows
 from draftsmith.eval.stage import eval_inputs, evaluate
 from draftsmith.export.stage import export
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
@@ -26,36 +27,48 @@ def batches_of(config, tokens):
     return HeldOut(HiddenStateStore(RunFolder.of(config).hidden_states), tokens)
 
 
-def replayed(config, tokens=64):
-    draft = read_draft_folder(RunFolder.of(config).export)
+def replayed(config, tokens=64, draft=None):
+    draft = draft or read_draft_folder(RunFolder.of(config).export)
     return replay(config, resolve_target(config.target), draft, "rms", batches_of(config, tokens))
 
 
 def test_only_held_out_samples_are_replayed(exported, synthetic_samples):
-    rows, rounds = replayed(exported)
-    held_out = {s.sample_id for s in synthetic_samples if s.split == "eval"}
-    assert {r.sample_id for r in rounds[3]} == held_out
-    assert [(r["k"], r["samples"], r["exact"]) for r in rows] == [(1, 4, True), (3, 4, True)]
+    found = replayed(exported)
+    assert sorted(found.sample_ids) == sorted(s.sample_id for s in synthetic_samples if s.split == "eval")
+    rows = replay_rows(exported, found)
+    assert [(r["k"], r["samples"], r["exact"]) for r in rows] == [(k, 4, True) for k in range(1, 8)]
 
 
 def test_the_rounds_walk_every_reply_to_its_end(exported, synthetic_samples):
     lengths = {s.sample_id: s.loss_spans[0][1] - s.loss_spans[0][0] for s in synthetic_samples}
-    for k, rounds in replayed(exported)[1].items():
-        for sample in rounds:
-            assert all(0 <= n <= k for n in sample.accepted)
+    found = replayed(exported)
+    for (k, _), table in found.tables.items():
+        for sample_id, (rounds, *accepted) in zip(found.sample_ids, table, strict=True):
+            assert accepted == sorted(accepted, reverse=True) and len(accepted) == k and accepted[0] <= rounds
             # The first token comes from the prefill; every round then emits its accepted tokens and one more. A last
             # token alone needs no draft.
-            assert lengths[sample.sample_id] - sum(n + 1 for n in sample.accepted) == 1
+            assert lengths[sample_id] - rounds - sum(accepted) in (1, 2)
 
 
 def test_the_figures_follow_from_the_rounds(exported):
-    rows, rounds = replayed(exported)
-    for row in rows:
-        flat = [n for sample in rounds[row["k"]] for n in sample.accepted]
-        assert row["rounds"] == len(flat)
-        assert row["acceptance_length"] == pytest.approx(1 + sum(flat) / len(flat))
+    found = replayed(exported)
+    for row in replay_rows(exported, found):
+        rounds, *accepted = found.tables[row["k"], 0.0].sum(0)
+        assert row["rounds"] == rounds and isinstance(row["rounds"], int)
+        assert row["acceptance_length"] == pytest.approx(1 + sum(accepted) / rounds)
         assert sum(row["per_position"]) == pytest.approx(row["acceptance_length"] - 1)
         assert row["ci95"][0] <= row["acceptance_length"] <= row["ci95"][1]
+
+
+def test_sources_are_told_apart_and_add_up(exported, synthetic_samples):
+    found = replayed(exported)
+    sources = {i: "ab"[n % 2] for n, i in enumerate(found.sample_ids)}
+    rows = source_rows(exported, found, sources)
+    whole = {r["k"]: r for r in replay_rows(exported, found)}
+    assert [r["source"] for r in rows] == ["a"] * 7 + ["b"] * 7
+    for k, row in whole.items():
+        parts = [r for r in rows if r["k"] == k]
+        assert sum(r["rounds"] for r in parts) == row["rounds"] and sum(r["samples"] for r in parts) == row["samples"]
 
 
 def rounds_of_a_constant_guess(reply, guess, k):
@@ -71,26 +84,26 @@ def test_a_draft_that_always_guesses_one_token_is_accepted_where_that_token_stan
     draft = read_draft_folder(RunFolder.of(exported).export)
     draft.tensors["lm_head.weight"].zero_()  # argmax is the first: target id 0
     replies = {s.sample_id: s.input_ids[slice(*s.loss_spans[0])] for s in synthetic_samples if s.split == "eval"}
-    _, rounds = replay(exported, resolve_target(exported.target), draft, "rms", batches_of(exported, 64))
-    for k in (1, 3):
-        found = {r.sample_id: r.accepted for r in rounds[k]}
-        assert found == {i: rounds_of_a_constant_guess(reply, 0, k) for i, reply in replies.items()}
-        assert any(sum(accepted) for accepted in found.values())
+    found = replayed(exported, draft=draft)
+    for k in range(1, 8):
+        wanted = [SampleRounds(i, rounds_of_a_constant_guess(replies[i], 0, k)) for i in found.sample_ids]
+        assert found.tables[k, 0.0].tolist() == tally(wanted, k).tolist()
+        assert sum(sum(r.accepted) for r in wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_packing_changes_neither_replay_nor_objective(exported, tokens):
-    assert replayed(exported, tokens)[0] == replayed(exported)[0]
+    assert replay_rows(exported, replayed(exported, tokens)) == replay_rows(exported, replayed(exported))
     checkpoint = read_checkpoint(final_checkpoint(RunFolder.of(exported), "test"))
     target = resolve_target(exported.target)
-    one, other = (objective_figures(target, checkpoint, batches_of(exported, t)) for t in (64, tokens))
+    one, other = (objective_figures(target, checkpoint, batches_of(exported, t), 10**6) for t in (64, tokens))
     assert one["supervised_rows_per_step"] == other["supervised_rows_per_step"]
     assert one["loss_per_step"] == pytest.approx(other["loss_per_step"], rel=1e-5)
 
 
 def test_the_objective_counts_the_rows_of_the_alignment(exported, synthetic_samples):
     checkpoint = read_checkpoint(final_checkpoint(RunFolder.of(exported), "test"))
-    figures = objective_figures(resolve_target(exported.target), checkpoint, batches_of(exported, 64))
+    figures = objective_figures(resolve_target(exported.target), checkpoint, batches_of(exported, 64), 10**6)
     replies = [b - a for s in synthetic_samples if s.split == "eval" for a, b in s.loss_spans]
     # At step j the row needs j + 1 reply tokens after it: a reply of n tokens has n - j such rows.
     assert figures["supervised_rows_per_step"] == [sum(n - j for n in replies) for j in (1, 2, 3)]
@@ -99,50 +112,39 @@ def test_the_objective_counts_the_rows_of_the_alignment(exported, synthetic_samp
 
 def test_sampled_replies_are_marked_as_an_estimate(exported, changed):
     config = changed(exported, data={"sampling": {"temperature": 1.0, "max_tokens": 16}})
-    assert not any(row["exact"] for row in replayed(config)[0])
+    rows = replay_rows(config, replayed(config))
+    assert not any(row["exact"] for row in rows) and {row["method"] for row in rows} == {"sampled"}
 
 
-# ---- prompts to serve ------------------------------------------------------------------------------------------------
+def test_other_temperatures_are_expectations_beside_the_exact_rows(exported, changed):
+    config = changed(exported, eval={"temperature": [0.0, 0.5, 1.0]})
+    rows = replay_rows(config, replayed(config))
+    exact = [r for r in rows if r["temperature"] == 0.0]
+    assert exact == replay_rows(exported, replayed(exported))
+    assert [(r["temperature"], r["method"]) for r in rows if r["k"] == 7] == [
+        (0.0, "exact"), (0.5, "expected"), (1.0, "expected"),
+    ]  # fmt: skip
+    for row in rows:
+        assert 1.0 <= row["acceptance_length"] <= 1.0 + row["k"]
+
+
+def test_a_draft_that_samples_cannot_be_walked_by_the_replies_tokens(exported, changed):
+    sampling = {"temperature": 1.0, "max_tokens": 16}
+    config = changed(exported, data={"sampling": sampling}, eval={"draft_sampling": "probabilistic"})
+    assert {row["method"] for row in replay_rows(config, replayed(config))} == {"expected"}
+
+
+# ---- what the report depends on --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def with_set(exported, changed, tmp_path):
-    def make(text, **values):
+    def make(text):
         path = tmp_path / "my set.jsonl"
         path.write_text(text)
-        return changed(exported, eval={"sets": [str(path)], **values})
+        return changed(exported, eval={"sets": [str(path)]})
 
     return make
-
-
-def sets_of(config):
-    return prompt_sets(config, resolve_target(config.target))
-
-
-def test_the_held_out_prompts_are_a_set_of_their_own(exported, synthetic_samples):
-    (held_out,) = sets_of(exported)
-    samples = [s for s in synthetic_samples if s.split == "eval"]
-    assert held_out.name == HELD_OUT
-    assert held_out.prompts == [s.input_ids[: s.loss_spans[0][0]] for s in samples]
-    assert held_out.max_tokens == [16] * 4
-
-
-def test_a_set_is_named_after_its_file_and_limited(with_set):
-    config = with_set('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n', max_prompts=2)
-    assert [(s.name, len(s.prompts)) for s in sets_of(config)] == [(HELD_OUT, 2), ("my set", 2)]
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("{", r"my set\.jsonl, line 1: not_json"),
-        ("", "no prompt to serve"),
-        ('{"prompt": "' + "a b " * 90 + '"}', "longer than"),
-    ],
-)
-def test_a_set_that_cannot_be_served_is_refused(with_set, text, named):
-    with pytest.raises(UserError, match=named):
-        sets_of(with_set(text))
 
 
 @pytest.mark.parametrize("text", ["{", ""])
@@ -152,9 +154,6 @@ def test_a_set_that_cannot_be_served_is_refused_before_anything_is_written(with_
     with pytest.raises(UserError):
         evaluate(config)
     assert tree_of(RunFolder.of(config).root) == before
-
-
-# ---- what the report depends on --------------------------------------------------------------------------------------
 
 
 def test_a_changed_set_makes_another_report(with_set):
@@ -184,5 +183,5 @@ def test_a_config_that_the_samples_were_not_made_with_is_refused(exported, chang
 def test_an_export_of_an_earlier_training_is_refused(exported):
     run = RunFolder.of(exported)
     (run.checkpoints / "step-0000011").rename(run.checkpoints / "step-0000012")
-    with pytest.raises(UserError, match="holds step-0000011, and training ended at step-0000012"):
+    with pytest.raises(UserError, match=r"holds step-0000011, and export\.checkpoint is step-0000012"):
         evaluate(exported)

@@ -5,50 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from drafts import LLAMA3, YARN, make_checkpoint, make_shape
 
-from draftsmith.core.checkpoint import Checkpoint, final_checkpoint, read_checkpoint
-from draftsmith.core.draft import DraftModel
 from draftsmith.core.draft_folder import read_draft_folder
-from draftsmith.core.draft_shape import DraftShape, resolve_shape
-from draftsmith.core.errors import StageFailed, UserError
-from draftsmith.core.run import RunFolder
+from draftsmith.core.draft_shape import resolve_shape
 from draftsmith.core.target import resolve_target
 from draftsmith.export.contract import find_problems, required_tensors
-from draftsmith.export.hf import export_config, export_tensors, write_export
-from draftsmith.export.stage import export
+from draftsmith.export.draft import Draft, from_checkpoint
+from draftsmith.export.layout import draft_tensors, plain_config, write_draft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def make_shape(**values):
-    sizes = {
-        "hidden_size": 64, "num_aux": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 96,
-        "vocab_size": 512, "draft_vocab_size": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
-        "rope": {"rope_type": "default", "rope_theta": 10000.0},
-    }  # fmt: skip
-    return DraftShape(**{**sizes, **values})
-
-
-def make_checkpoint(tmp_path, shape):
-    """A checkpoint of random weights whose draft vocabulary is every fourth id."""
-    torch.manual_seed(0)
-    draft = DraftModel(shape, torch.randn(shape.vocab_size, shape.hidden_size))
-    for norm in (p for p in draft.parameters() if p.dim() == 1):
-        torch.nn.init.uniform_(norm, 0.5, 1.5)
-    full = shape.vocab_size == shape.draft_vocab_size
-    ids = torch.arange(shape.draft_vocab_size) * (1 if full else 4)
-    t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
-    t2d[ids] = True
-    d2t = ids - torch.arange(len(ids))
-    layer_ids = [1, 2, 4, 5][: shape.num_aux]
-    return Checkpoint(tmp_path, shape, draft.state_dict(), d2t, t2d, layer_ids, "rms", {"total_steps": 1})
 
 
 def target_like(**values):
@@ -63,16 +30,22 @@ def exported(tmp_path):
         checkpoint = make_checkpoint(tmp_path, shape or make_shape())
         return (
             checkpoint,
-            export_tensors(checkpoint),
-            export_config(checkpoint.shape, checkpoint.layer_ids, target_like()),
+            draft_tensors(from_checkpoint(checkpoint)),
+            plain_config(from_checkpoint(checkpoint), target_like()),
         )
 
     return make
 
 
+def config_of(shape, target=None):
+    """The config.json of a draft of that shape over the first layers of [1, 2, 4, 5]."""
+    draft = Draft(shape, {}, torch.zeros(0), [1, 2, 4, 5][: shape.num_aux], "test")
+    return plain_config(draft, target or target_like())
+
+
 def read_back(folder, tensors, config):
     folder.mkdir()
-    write_export(folder, tensors, config)
+    write_draft(folder, tensors, config)
     return read_draft_folder(folder)
 
 
@@ -205,27 +178,27 @@ def test_every_problem_is_named_at_once(exported):
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_every_architecture_flag_reaches_the_config(flag):
-    config = export_config(make_shape(**{flag: True}), [1, 2, 3], target_like())
+    config = config_of(make_shape(**{flag: True}))
     assert {f: config[f] for f in FLAGS} == {f: f == flag for f in FLAGS}
 
 
 def test_four_layers_reach_the_config():
-    config = export_config(make_shape(num_aux=4), [1, 2, 4, 5], target_like())
+    config = config_of(make_shape(num_aux=4))
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4, 5] and config["num_aux_hidden_states"] == 4
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
 def test_rope_scaling_is_there_in_both_spellings(rope):
-    config = export_config(make_shape(rope=rope), [1, 2, 3], target_like())
+    config = config_of(make_shape(rope=rope))
     assert config["rope_parameters"] == rope and config["rope_theta"] == rope["rope_theta"]
     assert config["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
 
 
 def test_a_sliding_window_is_where_vllm_looks_for_it():
-    config = export_config(make_shape(sliding_window=32), [1, 2, 3], target_like())
+    config = config_of(make_shape(sliding_window=32))
     assert config["layer_types"] == ["sliding_attention"] and config["sliding_window"] == 32
     # Without one, neither key: vLLM would look for a window as soon as it finds layer_types.
-    assert not {"layer_types", "sliding_window"} & export_config(make_shape(), [1, 2, 3], target_like()).keys()
+    assert not {"layer_types", "sliding_window"} & config_of(make_shape()).keys()
 
 
 def test_transformers_reads_window_and_partial_rotary_as_they_were_meant(exported, tmp_path):
@@ -241,13 +214,13 @@ def test_transformers_reads_window_and_partial_rotary_as_they_were_meant(exporte
 
 
 def test_partial_rotary_is_there_in_both_spellings():
-    config = export_config(SHAPES["partial rotary"], [1, 2, 3], target_like())
+    config = config_of(SHAPES["partial rotary"])
     assert config["rope_parameters"]["partial_rotary_factor"] == config["partial_rotary_factor"] == 0.5
-    assert "partial_rotary_factor" not in export_config(make_shape(), [1, 2, 3], target_like())
+    assert "partial_rotary_factor" not in config_of(make_shape())
 
 
 def test_plain_rope_has_no_scaling():
-    assert export_config(make_shape(), [1, 2, 3], target_like())["rope_scaling"] is None
+    assert config_of(make_shape())["rope_scaling"] is None
 
 
 def test_transformers_reads_the_rope_as_it_was_meant(exported, tmp_path):
@@ -268,7 +241,7 @@ def test_transformers_reads_the_rope_as_it_was_meant(exported, tmp_path):
     ],
 )
 def test_the_architecture_follows_the_target(model_type, architecture):
-    config = export_config(make_shape(), [1, 2, 3], target_like(model_type=model_type))
+    config = config_of(make_shape(), target_like(model_type=model_type))
     assert config["architectures"] == [architecture]
 
 
@@ -285,80 +258,4 @@ def test_a_minimax_target_resolves_to_a_draft_that_vllm_knows(make_config, tmp_p
     # The target rotates a part of each head, the draft all of it: vLLM reads this key.
     assert target.hf_config.rope_parameters["partial_rotary_factor"] == 0.5
     assert "partial_rotary_factor" not in shape.rope
-    assert export_config(shape, [2, 4, 5], target)["architectures"] == ["Eagle3MiniMaxM2ForCausalLM"]
-
-
-# ---- the stage -------------------------------------------------------------------------------------------------------
-
-
-def test_an_export_is_proven_and_is_the_final_checkpoint(trained_run):
-    export(trained_run)
-    run = RunFolder.of(trained_run)
-    draft, checkpoint = read_draft_folder(run.export), read_checkpoint(final_checkpoint(run, "test"))
-    assert draft.shape == checkpoint.shape and draft.layer_ids == [3, 4, 5]
-    assert torch.equal(draft.tensors["fc.weight"], checkpoint.tensors["fc.weight"].bfloat16().float())
-    proof = json.loads((run.export / "verification.json").read_text())
-    assert proof["passed"] is True and proof["problems"] == []
-    assert 0 < proof["reload"]["relative_error"] < 0.02 and proof["reload"]["rows"] > 0
-    manifest = json.loads((run.export / "manifest.json").read_text())
-    assert manifest["checkpoint"] == "step-0000011"
-    assert sorted(p.name for p in run.export.iterdir()) == [
-        "README.md", "config.json", "manifest.json", "model.safetensors", "verification.json",
-    ]  # fmt: skip
-
-
-def test_a_finished_export_is_left_alone(trained_run, tree_of):
-    export(trained_run)
-    before = tree_of(RunFolder.of(trained_run).root)
-    export(trained_run)
-    assert tree_of(RunFolder.of(trained_run).root) == before
-
-
-def test_an_export_of_another_training_is_refused(trained_run, changed):
-    export(trained_run)
-    run = RunFolder.of(trained_run)
-    tensors = load_file(run.checkpoints / "step-0000011/draft.safetensors")
-    tensors["fc.weight"] += 1
-    save_file(tensors, run.checkpoints / "step-0000011/draft.safetensors")
-    with pytest.raises(UserError, match=r"weights_sha256 is .* Choose another run.name, or .*export --fresh"):
-        export(trained_run)
-
-
-def test_an_export_that_is_off_fails_and_leaves_no_folder(trained_run, changed):
-    with pytest.raises(StageFailed, match=r"reloaded logits are off by .* above export\.max_logit_error"):
-        export(changed(trained_run, export={"max_logit_error": 1e-9}))
-    run = RunFolder.of(trained_run)
-    assert not run.export.exists() and not list(run.root.glob(".tmp*"))
-    assert json.loads((run.root / "export-failed/verification.json").read_text())["passed"] is False
-
-
-def test_an_incomplete_checkpoint_fails_by_name_and_leaves_no_folder(trained_run):
-    file = RunFolder.of(trained_run).checkpoints / "step-0000011/draft.safetensors"
-    tensors = load_file(file)
-    del tensors["midlayer.hidden_norm.weight"]
-    save_file(tensors, file)
-    with pytest.raises(StageFailed, match=r"missing tensor midlayer\.hidden_norm\.weight"):
-        export(trained_run)
-    assert not RunFolder.of(trained_run).export.exists()
-
-
-def test_an_unfinished_training_is_not_exported(trained_run):
-    state = RunFolder.of(trained_run).checkpoints / "step-0000011/state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "step": 7}))
-    with pytest.raises(UserError, match=r"training stopped at step 7 of 11.*Run `draftsmith train` again"):
-        export(trained_run)
-
-
-@pytest.mark.parametrize("key", ["head_dim", "rope_parameters", "fc_norm"])
-def test_a_draft_folder_that_lacks_a_key_is_refused_by_the_reader(exported, tmp_path, key):
-    _, tensors, config = exported()
-    del config[key]
-    with pytest.raises(UserError, match=f"lacks {key}"):
-        read_back(tmp_path / "export", tensors, config)
-
-
-def test_the_card_says_how_to_serve_and_what_the_draft_is(trained_run, changed):
-    export(trained_run)
-    card = (RunFolder.of(trained_run).export / "README.md").read_text()
-    assert '"num_speculative_tokens": 1' in card and "after layers 3, 4, 5" in card
-    assert "Acceptance" not in card  # nothing has been measured yet
+    assert config_of(shape, target)["architectures"] == ["Eagle3MiniMaxM2ForCausalLM"]

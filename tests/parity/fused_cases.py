@@ -10,6 +10,9 @@ import shutil
 import pytest
 import torch
 
+from draftsmith.core.chains import judge_chains
+from draftsmith.core.fused import pointwise
+from draftsmith.core.fused.chains import fused_chains
 from draftsmith.core.fused.fp8 import Fp8Products, cast_into, scaled
 from draftsmith.core.fused.layout import lay_out
 from draftsmith.core.fused.objective import fused_loss, fused_matches
@@ -113,6 +116,56 @@ def test_replay_finds_the_same_matches(make_objective, make_batch):
     torch.testing.assert_close(sums.loss_J, wanted_sums.loss_J)
 
 
+def test_rows_past_two_to_the_31_elements_are_where_they_belong():
+    """87 thousand rows of the states that norm_before_fc norms, at H = 8192. Here: few columns of five very wide rows.
+
+    Memory that nobody touches costs nothing, so the tensors are as large as they say and take a few pages.
+    """
+    rows, width, columns = 5, 2**29, 16
+    assert rows * width > 2**31
+    generator = torch.Generator().manual_seed(0)
+
+    def wide():
+        tensor = torch.empty(rows * width, dtype=torch.int8)
+        for i in range(rows):
+            seen(tensor)[i][:] = torch.randint(-9, 9, (columns,), generator=generator)
+        return tensor
+
+    def seen(tensor):
+        return [tensor[i * width : i * width + columns] for i in range(rows)]
+
+    def total(a, b):
+        return sum(x.float() * y.float() for x, y in zip(seen(a), seen(b), strict=True))
+
+    def close(tensor, *parts):  # the gradient in the input is less the row's mean, next to nothing, and truncated
+        wanted = [sum(row.float() for row in of_row) for of_row in zip(*map(seen, parts), strict=True)]
+        return all((a - b).abs().max() <= 1 for a, b in zip(seen(tensor), wanted, strict=True))
+
+    x, dy, dn, dres, dx = (wide() for _ in range(5))
+    ones, weight = torch.ones(rows), torch.ones(columns)
+    dw, dw_next = torch.empty(width), torch.empty(width)
+    pointwise._rms_grad[(1,)](
+        dy, dres, ones, x, ones, ones, weight, dx, dw, rows, width, True, False, False, False, True, columns
+    )
+    assert torch.equal(dw[:columns], total(dy, x)) and close(dx, dy, dres)
+    pointwise._output_grad[(1,)](
+        dy, ones, x, ones, weight, dn, dres, ones, weight, dx, dw, dw_next, rows, width, True, False, False, columns
+    )
+    assert torch.equal(dw[:columns], total(dy, x)) and torch.equal(dw_next[:columns], total(dn, x))
+    assert close(dx, dy, dn, dres)
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "probabilistic"])
+def test_chains_are_judged_alike(make_objective, make_batch, drafting):
+    objective, batch = make_objective(LossOptions("soft_ce_full"), head_dim=16, norm_output=True), make_batch(MASKS)
+    found = fused_chains(objective, batch, lay_out(batch, STEPS, 2), torch.float32, [0.7, 1.0], drafting)
+    wanted = judge_chains(objective, batch, STEPS, [0.7, 1.0], drafting)
+    assert found.leading_T.tolist() == wanted.leading_T.tolist()
+    torch.testing.assert_close(found.accept_NTJ, wanted.accept_NTJ)
+    empty = make_batch([[0, 0, 0]])
+    assert not fused_chains(objective, empty, lay_out(empty, STEPS, 2), torch.float32).leading_T.any()
+
+
 def test_the_training_loop_runs_on_it(synthetic_run, changed, monkeypatch):
     """The stage itself, with this pass for the eager one: the same losses and the same replay on the way."""
     from draftsmith.core.run import RunFolder
@@ -168,7 +221,7 @@ def test_float8_products_are_those_of_the_cast_operands():
     def held(cast, size):
         return (cast.plain if cast.plain is not None else cast.turned[:, : size[0]].T).double() * cast.scale.double()
 
-    w8, dy8 = held(weight, w.shape), held(grad[0], dy.shape)
+    w8, dy8 = held(weight, w.shape), held(grad, dy.shape)
     x8 = held(scaled(x, torch.float8_e4m3fn, plain=True, turned=False), x.shape)
     made = {
         "forward": (products.forward(x, weight), x8 @ w8.T, x @ w.T),
@@ -182,15 +235,18 @@ def test_float8_products_are_those_of_the_cast_operands():
 
 @pytest.mark.parametrize("values", [{}, {"norm_output": True, "fc_norm": True, "num_kv_heads": 4}], ids=str)
 def test_float8_gradients_point_where_the_references_do(reference, make_objective, make_batch, values):
-    """This tiny draft of large random weights magnifies every rounding: bfloat16 is 2 % off in it, three bits 30 %."""
+    """With smaller weights than the fixture's: those magnify every rounding (bfloat16 is 2 % off)."""
     objective = make_objective(head_dim=16, draft_vocab_size=32, **values)
+    with torch.no_grad():
+        for p in objective.draft.parameters():
+            p.mul_(0.4 if p.dim() > 1 else 1.0)
     batch = make_batch(MASKS)
     wanted = reference.reference_gradients(objective, batch, STEPS, DECAY)
     weights = DECAY ** torch.arange(STEPS) / torch.tensor(wanted.rows).clamp_min(1)
     loss, sums = fused_loss(objective, batch, lay_out(batch, STEPS, 4), weights, torch.float32, fp8=True)
     loss.backward()
     assert sums.rows_J.tolist() == wanted.rows
-    assert float(loss.detach()) == pytest.approx(wanted.loss, rel=0.1)
+    assert float(loss.detach()) == pytest.approx(wanted.loss, rel=0.02)
     ours = torch.cat([p.grad.flatten().double() for p in objective.draft.parameters()])
     theirs = torch.cat([wanted.gradients[name].flatten() for name, _ in objective.draft.named_parameters()])
-    assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.9
+    assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.98

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from draftsmith.core.errors import UserError
 
 pytest.importorskip("triton")
 
@@ -78,6 +81,26 @@ def test_chunks_hold_every_pair_once(make_batch):
             pairs.append((step, int(layout.rows_R[row])))
     # By hand: replies x2..x5 and x7, x9..x11; step j needs j + 1 reply tokens after the row.
     assert sorted(pairs) == [(0, 1), (0, 2), (0, 3), (0, 8), (0, 9), (1, 1), (1, 2), (1, 8), (2, 1)]
+
+
+@pytest.mark.parametrize("row", [6, 7, 3, 2], ids=lambda r: f"row {r}")
+def test_a_label_whose_state_is_missing_is_named_by_both_passes(make_objective, make_batch, row):
+    """A damaged store must not be trained on its neighbours' states; which sample it is, is said."""
+    from draftsmith.core.fused.layout import lay_out
+
+    batch = make_batch([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1], [0, 0]])
+    rows = batch.last_rows_M.tolist()
+    sample, token = (batch.sample_ids[0], row) if row < 6 else (batch.sample_ids[1], row - 6)
+    kept = torch.tensor([i for i, at in enumerate(rows) if at != row])
+    spoiled = replace(batch, last_MH=batch.last_MH[kept], last_rows_M=batch.last_rows_M[kept])
+    if row == 6:  # it foretells the reply's first token, which no draft is asked for
+        assert lay_out(spoiled, 3, 4).num_rows == lay_out(batch, 3, 4).num_rows
+        return
+    said = f"sample {sample}: its token {token} is supervised.*capture --fresh"
+    with pytest.raises(UserError, match=said):
+        lay_out(spoiled, 3, 4)
+    with pytest.raises(UserError, match=said):
+        make_objective()(spoiled, 3)
 
 
 @pytest.mark.gpu
@@ -172,5 +195,5 @@ def test_float8_products_on_a_gpu(make_objective, make_batch):
         return float(loss.detach()), torch.cat([p.grad.flatten() for p in objective.draft.parameters()])
 
     (loss, wanted), (loss8, half) = run(False), run(True)
-    assert loss8 == pytest.approx(loss, rel=0.1)
-    assert 0.9 < float(torch.nn.functional.cosine_similarity(half, wanted, dim=0)) < 1.0
+    assert loss8 == pytest.approx(loss, rel=0.02)
+    assert 0.98 < float(torch.nn.functional.cosine_similarity(half, wanted, dim=0)) < 1.0

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
-from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.run import COMPLETE, RunFolder
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.train.loop import training_plan
+from draftsmith.train.feed import training_plan
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import learning_rate
 from draftsmith.train.stage import train
+from draftsmith.train.state import BEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +39,10 @@ def logged(config):
 
 def figures(config):
     """What was logged, without what the clock decides."""
-    return [{k: v for k, v in row.items() if k not in ("time", "tokens_per_second")} for row in logged(config)]
+    return [
+        {k: v for k, v in row.items() if k not in ("time", "tokens_per_second", "data_wait_seconds")}
+        for row in logged(config)
+    ]
 
 
 def weights(config):
@@ -141,17 +144,24 @@ def test_a_checkpoint_without_its_marker_does_not_exist(synthetic_run, straight)
     assert newest.name == "step-0000008"
     (newest / COMPLETE).unlink()
     (newest / "draft.safetensors").write_bytes(b"cut off")
-    assert [p.name for p in run.complete_checkpoints()] == ["step-0000004"]
+    assert [p.name for p in run.complete_checkpoints()] == ["step-0000005"]
     train(synthetic_run)
     assert weights(synthetic_run) == weights(straight)
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_the_newest_checkpoints_are_kept(synthetic_run, changed, keep):
+def test_the_newest_checkpoints_and_the_best_are_kept(synthetic_run, changed, keep):
     config = changed(synthetic_run, train={"save_interval": 2, "keep_checkpoints": keep})
     train(config)
-    steps = [f"step-{n:07d}" for n in (2, 4, 6, 8, 10, 11)]
-    assert names(RunFolder.of(config).checkpoints) == ["manifest.json", *steps[-keep:]]
+    run = RunFolder.of(config)
+    best = json.loads((run.checkpoints / BEST).read_text())
+    lengths = {r["step"]: r["eval_acceptance_length"] for r in logged(config) if "eval_acceptance_length" in r}
+    assert best == {"checkpoint": f"step-{best['step']:07d}", "step": max(lengths, key=lengths.get),
+                    "acceptance_length": max(lengths.values())}  # fmt: skip
+    improved = [s for i, s in enumerate(sorted(lengths)) if all(lengths[s] > lengths[e] for e in sorted(lengths)[:i])]
+    saved = sorted({2, 4, 6, 8, 10, 11, *improved})
+    kept = sorted({best["checkpoint"], *(f"step-{n:07d}" for n in saved[-keep:])})
+    assert names(run.checkpoints) == [BEST, "manifest.json", *kept]
 
 
 def test_a_checkpoint_holds_float32_weights_and_readable_state(synthetic_run):
@@ -291,6 +301,24 @@ def test_a_skipped_step_changes_no_weight(synthetic_run, monkeypatch, changed):
     assert same == [False, True, *[False] * 8]
 
 
+@pytest.mark.parametrize("stops", [[], [6]], ids=str)
+def test_a_training_that_took_no_step_is_not_done(synthetic_run, monkeypatch, changed, stops):
+    """T7, shorter than max_skipped_steps: no checkpoint says that it has ended, and a resumed one says the same."""
+    config = changed(synthetic_run, train={"max_skipped_steps": 100})
+    spoil_loss(monkeypatch, lambda n: True)
+    for step in stops:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+            interrupt_at(patch, step)
+            train(config)
+    with pytest.raises(StageFailed, match="no step was taken"):
+        train(config)
+    run = RunFolder.of(config)
+    assert [p.name for p in run.complete_checkpoints()][-1] < "step-0000011"
+    assert not (run.checkpoints / "manifest.json").exists()
+    with pytest.raises(UserError, match="training stopped at step"):
+        final_checkpoint(run, "export")
+
+
 def test_training_stops_after_too_many_skipped_steps_in_a_row(synthetic_run, monkeypatch, changed):
     config = changed(synthetic_run, train={"max_skipped_steps": 3})
     calls = spoil_loss(monkeypatch, lambda n: n != 2 and n != 5)
@@ -327,24 +355,6 @@ def test_the_plan_holds_every_training_sample_once_an_epoch(synthetic_run, chang
         assert len({len(p) for p in plans}) == 1
         seen = [n for plan in plans for batch in plan for n in batch]
         assert sorted(seen) == sorted(store.numbers("train") * 3)
-
-
-def rates(total, **values):
-    config = TrainConfig(learning_rate=1.0, **values)
-    return [learning_rate(config, step, total) for step in range(total)]
-
-
-def test_the_rate_warms_up_to_its_peak_and_then_falls():
-    assert rates(10, warmup_ratio=0.4, schedule="constant") == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
-    assert rates(5, warmup_ratio=0.0, schedule="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    assert rates(4, warmup_ratio=0.0, schedule="cosine") == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warmup", [0.0, 0.3, 0.99])
-def test_no_step_has_a_rate_of_zero_or_above_the_peak(schedule, warmup):
-    for total in (1, 2, 7, 100):
-        assert all(0 < r <= 1 for r in rates(total, warmup_ratio=warmup, schedule=schedule))
 
 
 def test_the_logged_rates_are_those_of_the_schedule(synthetic_run):
