@@ -7,6 +7,7 @@
 Works with vLLM 0.24 to 0.33, on CUDA and on CPU. `kill -9` of the stage takes the engine with it.
 """
 
+import functools
 import importlib.util
 import itertools
 import logging
@@ -17,9 +18,9 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
@@ -50,8 +51,28 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         UserError, StageFailed: as `work` raised them.
         StageFailed: the process died (out of memory, a crash in native code).
     """
-    with EngineProcess() as process:
-        return outcome(process.submit(work, *args, **kwargs), work.__name__)
+    return in_engine_processes([functools.partial(work, *args, **kwargs)])[0]
+
+
+def in_engine_processes(works: Sequence[functools.partial[T]]) -> list[T]:
+    """Run every work in a fresh process of its own, side by side, and return their results.
+
+    Args:
+        works: partials of module-level functions; they and their results must be picklable.
+
+    Raises:
+        UserError, StageFailed: as the first one to fail raised them; the others are ended.
+        StageFailed: a process died (out of memory, a crash in native code).
+    """
+    with ExitStack() as stack:
+        processes = [stack.enter_context(EngineProcess()) for _ in works]
+        running = [process.submit(work) for process, work in zip(processes, works, strict=True)]
+        names = [work.func.__name__ for work in works]
+        wait(running, return_when=FIRST_EXCEPTION)
+        for future, name in zip(running, names, strict=True):
+            if future.done():
+                outcome(future, name)
+        return [outcome(future, name) for future, name in zip(running, names, strict=True)]
 
 
 class EngineProcess:
@@ -64,9 +85,9 @@ class EngineProcess:
         """Start it."""
         self._submitted: list[Future[Any]] = []
         self._pool = ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
+            1, mp_context=multiprocessing.get_context("spawn"), initializer=lead_group, initargs=(os.getpid(),)
         )
-        self._group = outcome(self._pool.submit(os.getpgrp), "_lead_group")  # it may die before it leads one
+        self._group = outcome(self._pool.submit(os.getpgrp), "lead_group")  # it may die before it leads one
         return self
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -94,18 +115,19 @@ def outcome(running: Future[T], name: str) -> T:
         return running.result()
     except BrokenProcessPool:
         raise StageFailed(
-            f"the engine process of `{name}` died without a message (killed, or out of memory); "
+            "the engine process died without a message (killed, or out of memory); "
             "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
         ) from None
 
 
-def _lead_group(parent: int) -> None:
+def lead_group(parent: int) -> None:
     """Make a process group of this process and its children that does not outlive `parent`.
 
     vLLM's own children are not tied to us: after `kill -9` they would hold the accelerator's memory for ever. A
     shell in the group looks at the parent once a second and ends the whole group when it is gone.
     """
-    os.setpgid(0, 0)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
     watch = f"while kill -0 {parent} 2>/dev/null; do sleep 1; done; kill -9 -{os.getpgrp()}"
     subprocess.Popen(
         ["/bin/sh", "-c", watch],

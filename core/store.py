@@ -54,7 +54,7 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
-def part_name(index: int, of: int) -> str:
+def part_name(index: int | str, of: int | str) -> str:
     """Folder name of part `index` (from 0) of a capture in `of` parts."""
     return f"hidden_states.part-{index}-of-{of}"
 

@@ -5,7 +5,7 @@ from typing import Any
 from draftsmith.core.atomic import sha256_file
 from draftsmith.core.checkpoint import chosen_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
-from draftsmith.core.draft_folder import read_draft_folder
+from draftsmith.core.draft_folder import read_draft_folder, refuse_sglang_ids
 from draftsmith.core.engine import engine_dtype, require_vllm
 from draftsmith.core.errors import UserError
 from draftsmith.core.lineage import check_upstream
@@ -49,6 +49,7 @@ def evaluate(config: Config) -> None:
             f"{run.export} holds {exported['checkpoint']}, and export.checkpoint is {checkpoint.folder.name} by now.",
             "Export again with --fresh.",
         )
+    refuse_sglang_ids(run.export)
     inputs = eval_inputs(config, run)
     if manifest := read_manifest(run.eval):
         check_inputs(run.eval, manifest, inputs)

@@ -1,59 +1,83 @@
 """Writes the spool's shards: each whole, whatever the order in which the engine finishes its samples."""
 
+import json
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.core.atomic import write_json
+from torch import Tensor
+
+from draftsmith.core.atomic import remove_leftovers, write_text
 from draftsmith.core.store import shard_name
-from draftsmith.hidden_state_capture.writer import (
-    SampleStates,
-    ShardWriter,
-    split_states,
-    stored,
-    unusable,
-    write_shard,
-)
+from draftsmith.hidden_state_capture.gather import SampleRows
+from draftsmith.hidden_state_capture.shard import OpenShard, Tail
+from draftsmith.hidden_state_capture.writer import ShardWriter, WriterConfig, _Lane, unusable
+
+
+@dataclass
+class _Coming:
+    """A shard of which `left` samples are still to come."""
+
+    left: int
+    shard: OpenShard | None = None
+    rejected: list[dict[str, str]] = field(default_factory=list)
 
 
 class SpoolWriter(ShardWriter):
-    """Puts every sample into the shard that its slot names, and writes that when its last sample has come.
+    """Puts every sample into the shard that its slot names, and commits that when its last sample has come.
 
     A slot is {shard, samples, steps, made_from}: the shard's number, how many samples it has, and what its sidecar says
-    besides.
+    besides. Every thread adds to any shard.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int, pending_bytes: int, storage: str = "bf16") -> None:
-        self._coming: dict[int, list[dict[str, Any]]] = {}
-        super().__init__(folder, shard_bytes, pending_bytes, storage)
+    def __init__(self, folder: Path, config: WriterConfig) -> None:
+        self._coming: dict[int, _Coming] = {}
+        self._lock = threading.Lock()
+        super().__init__(folder, config)
 
-    def _add(self, sample: SampleStates) -> None:
+    def _add_one(self, lane: _Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
         slot = sample.slot
         if slot is None:  # the probe
-            super()._add(sample)
+            super()._add_one(lane, sample, tensors)
             return
-        sample.ready()
-        tensors = split_states(sample)
-        reason = unusable(tensors)
-        coming = self._coming.setdefault(slot["shard"], [])
-        found = {"reason": reason} if reason else stored(tensors, self.storage)
-        coming.append({"sample_id": sample.sample_id, **found})
-        if len(coming) == slot["samples"]:
-            self._write(slot, self._coming.pop(slot["shard"]))
-        self.written += 1
+        reason = unusable(tensors.pop("aux_peaks"), tensors.pop("last_peaks"))
+        with self._lock:
+            coming = self._coming.setdefault(slot["shard"], _Coming(slot["samples"]))
+            if reason:
+                coming.rejected.append({"sample_id": sample.sample_id, "reason": reason})
+            elif coming.shard is None:
+                coming.shard = OpenShard(self.folder, slot["shard"], Tail())
+        if not reason and coming.shard:
+            coming.shard.add(sample, tensors)
+        with self._lock:
+            coming.left -= 1
+            whole = coming.left == 0
+        if whole:
+            self._commit(slot, coming)
+            with self._lock:
+                del self._coming[slot["shard"]]
+        with self._change:
+            self.written += 1
 
-    def _write(self, slot: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        usable = [sample for sample in samples if "reason" not in sample]
-        rejected = [sample for sample in samples if "reason" in sample]
-        self.rejected += rejected
-        more = {"steps": slot["steps"], "made_from": slot["made_from"], "rejected": rejected}
+    def _commit(self, slot: dict[str, Any], coming: _Coming) -> None:
+        self.rejected += coming.rejected
+        more = {"steps": slot["steps"], "made_from": slot["made_from"], "rejected": coming.rejected}
+        if coming.shard:
+            coming.shard.seal(**more)
+            return
         path = self.folder / shard_name(slot["shard"])
-        if usable:
-            write_shard(path, usable, **more)
-        else:
-            write_json(path.with_suffix(".json"), {"shard": {"file": path.name, "bytes": 0}, "rows": [], **more})
+        sidecar = {"shard": {"file": path.name, "bytes": 0}, "rows": [], **more}
+        write_text(path.with_suffix(".json"), json.dumps(sidecar))
 
-    def _seal(self) -> None:
-        """A shard is written when it is whole, and at the end all must be."""
+    def _drop(self, lane: _Lane) -> None:
+        """What is not whole goes, so that a full disk has room; its files stay open until the process ends."""
+        super()._drop(lane)
+        remove_leftovers(self.folder)
+
+    def flush(self) -> None:
+        """Wait until everything queued is on disk; by then every shard must be whole."""
+        super().flush()
         if self._coming:
-            missing = {number: len(samples) for number, samples in self._coming.items()}
-            raise RuntimeError(f"of these shards, only so many samples have come from the engine: {missing}")
+            left = {number: coming.left for number, coming in self._coming.items()}
+            raise RuntimeError(f"of these shards, so many samples have not come from the engine: {left}")

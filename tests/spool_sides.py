@@ -27,7 +27,7 @@ from draftsmith.core.spool import folder_bytes, is_alive
 from draftsmith.core.target import resolve_target
 from draftsmith.hidden_state_capture.spool import ShardQueue, feed_training
 from draftsmith.hidden_state_capture.spool_writer import SpoolWriter
-from draftsmith.hidden_state_capture.writer import SampleStates
+from draftsmith.hidden_state_capture.writer import SampleStates, WriterConfig
 from draftsmith.train.feed import SpoolFeed
 from draftsmith.train.stage import train
 
@@ -43,17 +43,16 @@ def drawn_states(number: int, tokens: int) -> torch.Tensor:
 def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..., None]:
     """A capture that draws states; of `spoiled` samples they are not finite. Samples end in any order."""
 
-    def capture(config: Config, target: Any, layer_ids: list[int], samples: Any, queue: ShardQueue) -> None:
-        sizes = config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage
-        writer = SpoolWriter(RunFolder.of(config).spool, *sizes)
+    def capture(config: Config, target: Any, layer_ids: list[int], queue: ShardQueue) -> None:
+        sizes = (config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage)
+        writer = SpoolWriter(RunFolder.of(config).spool, WriterConfig(*sizes, threads=2))
         while queue.wait():
             asked = []
             while (one := queue.take()) is not None:
                 asked.append(one)
             if shuffled:
                 random.shuffle(asked)
-            for number, slot in asked:
-                sample = samples[number]
+            for sample, slot in asked:
                 states = drawn_states(int(sample.sample_id[2:5]), len(sample.input_ids))
                 if sample.sample_id in spoiled:
                     states[0] = float("nan")

@@ -99,7 +99,12 @@ class Trainer:
             for step in range(start, self.state.total_steps):
                 assert coming is not None
                 began = time.monotonic()
-                works = coming.result()
+                try:
+                    works = coming.result()
+                except StageFailed:  # a spool's capture has ended: what was learned is kept
+                    if step > start:
+                        save(self)
+                    raise
                 self.feed.waited += time.monotonic() - began
                 if step + 1 < self.state.total_steps:
                     coming = pool.submit(self._works, step + 1)

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.core.atomic import write_json
-from draftsmith.core.checkpoint import OPTIMIZER, Checkpoint, write_checkpoint
+from draftsmith.core.checkpoint import BEST, OPTIMIZER, Checkpoint, write_checkpoint
 from draftsmith.core.damage import reading
 from draftsmith.core.run import RunFolder
 from draftsmith.core.vocab import load_mapping
 
 if TYPE_CHECKING:
     from draftsmith.train.loop import Trainer
-
-BEST = "best.json"
 
 
 @dataclass

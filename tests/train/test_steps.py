@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftsmith.core import cli
-from draftsmith.core.checkpoint import final_checkpoint, own_weights, read_checkpoint
+from draftsmith.core.checkpoint import BEST, final_checkpoint, own_weights, read_checkpoint
 from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.errors import UserError
 from draftsmith.core.run import RunFolder
@@ -20,7 +20,6 @@ from draftsmith.train.loop import Trainer
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import MuonWithAdamW, learning_rate, make_optimizer
 from draftsmith.train.stage import train
-from draftsmith.train.state import BEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
