@@ -46,6 +46,7 @@ def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..
     def capture(config: Config, target: Any, layer_ids: list[int], queue: ShardQueue) -> None:
         sizes = (config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage)
         writer = SpoolWriter(RunFolder.of(config).spool, WriterConfig(*sizes, threads=2))
+        put = 0
         while queue.wait():
             asked = []
             while (one := queue.take()) is not None:
@@ -58,6 +59,10 @@ def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..
                     states[0] = float("nan")
                 spans = [list(span) for span in sample.loss_spans]
                 writer.put(SampleStates(sample.sample_id, sample.input_ids, spans, states, bool, slot=slot))
+            put += len(asked)
+            while writer.written < put:  # as the driver of an engine settles before it waits for room
+                writer.check()
+                time.sleep(0.001)
         writer.flush()
 
     return capture
