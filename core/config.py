@@ -336,7 +336,7 @@ class ExportConfig(Section):
 
     checkpoint: str = Field(
         "last",
-        description="last: of a finished training; best: of those kept, the one with the highest replayed acceptance; "
+        description="last: of a finished training; best: the one with the highest replayed acceptance; "
         "step-NNNNNNN; or the path of a checkpoint.",
     )
     format: Literal["hf", "speculators"] = Field(

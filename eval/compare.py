@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.table import Table as RichTable
 from torch import Tensor
 
@@ -51,8 +52,11 @@ class ColumnsOf(HeldOut):
 
     def _read(self, batch: list[int]) -> Batch:
         whole = super()._read(batch)
-        aux: Tensor = whole.aux_TAH[:, self._columns]
-        return replace(whole, aux_TAH=aux)
+        if self._columns == list(range(whole.aux_TAH.shape[1])):
+            return whole
+        decoded = whole.to(torch.device("cpu"))
+        aux: Tensor = decoded.aux_TAH[:, self._columns]
+        return replace(decoded, aux_TAH=aux)
 
 
 def compare(config: Config, folders: Sequence[Path], served: bool, out: Path | None) -> None:

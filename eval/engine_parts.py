@@ -70,12 +70,14 @@ def engine_parts(config: Config, target: Target, draft: Path, ids: list[int], fi
     Raises:
         StageFailed: the engine did not start, or cannot be watched.
     """
-    in_engine_process(_observe, config, target, draft.resolve(), ids, file)
+    next_id = in_engine_process(_observe, config, target, draft.resolve(), ids, file)
     parts: dict[str, Tensor] = load_file(file)
-    return parts
+    if "lm_head" not in parts:
+        raise StageFailed("the engine cannot be diagnosed: its draft ran where no hook sees it.")
+    return parts | {"next_id": torch.tensor([next_id])}
 
 
-def _observe(config: Config, target: Target, draft: Path, ids: list[int], file: Path) -> None:
+def _observe(config: Config, target: Target, draft: Path, ids: list[int], file: Path) -> int:
     from vllm import SamplingParams
 
     args: dict[str, Any] = {
@@ -94,10 +96,7 @@ def _observe(config: Config, target: Target, draft: Path, ids: list[int], file: 
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
         [(_, output)] = generate(llm, [ids], [params])
         llm.collective_rpc("draftsmith_seen", args=(str(file),))
-        seen = load_file(file)
-        if "lm_head" not in seen:
-            raise StageFailed("the engine cannot be diagnosed: its draft ran where no hook sees it.")
-        save_file(seen | {"next_id": torch.tensor([output.outputs[0].token_ids[0]])}, file)
+        return int(output.outputs[0].token_ids[0])
 
 
 def _watch(model: Any, seen: dict[str, Tensor], tokens: int) -> None:

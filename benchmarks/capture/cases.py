@@ -10,8 +10,7 @@ import numpy as np
 from draftsmith.core.config import Config
 from draftsmith.core.samples import Sample
 from draftsmith.core.target import resolve_layer_ids, resolve_target
-from draftsmith.hidden_state_capture.driver import Job
-from draftsmith.hidden_state_capture.driver import engine_args as stage_args
+from draftsmith.hidden_state_capture.driver import Job, _engine_args
 
 ENGINES = ("bare", "stock", "ours")
 # MiniMax-M2.5's config.json, its depth apart.
@@ -91,7 +90,7 @@ def prompts(case: Case, job: Job, tokens: int) -> list[Sample]:
 
 def engine_args(engine: str, job: Job) -> dict[str, Any]:
     """Arguments of `vllm.LLM`: the stage's own, and the same without the capture, or with vLLM's connector."""
-    args = stage_args(job, 0)
+    args = _engine_args(job, 0)
     if engine == "ours":
         return args
     del args["worker_extension_cls"], args["kv_transfer_config"]

@@ -68,14 +68,19 @@ def make_batch(s: DraftShape, workload: str, tokens: int, seed: int) -> Batch:
     ]
     g = torch.Generator().manual_seed(seed)
     total = offsets[-1]
+    pin = torch.cuda.is_available()  # as the store's reader does
+    aux_TAH = torch.empty(total, 3, s.hidden_size, dtype=torch.bfloat16, pin_memory=pin)
+    last_MH = torch.empty(len(labels), s.hidden_size, dtype=torch.bfloat16, pin_memory=pin)
+    for states in (aux_TAH, last_MH):
+        states.normal_(generator=g)
     return Batch(
         sample_ids=tuple(f"{seed}-{i}/0" for i in range(len(docs))),
         offsets=tuple(offsets),
         input_ids_T=torch.randint(s.vocab_size, (total,), generator=g),
         loss_mask_T=mask,
         positions_T=torch.cat([torch.arange(d.length) for d in docs]),
-        aux_TAH=torch.randn(total, 3, s.hidden_size, generator=g).bfloat16(),
-        last_MH=torch.randn(len(labels), s.hidden_size, generator=g).bfloat16(),
+        aux_TAH=aux_TAH,
+        last_MH=last_MH,
         last_rows_M=torch.tensor(labels),
     )
 

@@ -1,6 +1,9 @@
 """What the store alone tells: replay of the export, the objective of the checkpoint, and what the report depends on."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
 from draftsmith.core.draft_folder import read_draft_folder
@@ -58,6 +61,28 @@ def test_the_figures_follow_from_the_rounds(exported):
         assert row["acceptance_length"] == pytest.approx(1 + sum(accepted) / rounds)
         assert sum(row["per_position"]) == pytest.approx(row["acceptance_length"] - 1)
         assert row["ci95"][0] <= row["acceptance_length"] <= row["ci95"][1]
+
+
+def test_a_reply_outside_the_drafts_vocabulary_is_all_misses(exported, synthetic_samples):
+    """E4: every token of the reply counts; those that the draft cannot propose are misses and not left out."""
+    draft = read_draft_folder(RunFolder.of(exported).export)
+    sample = next(s for s in synthetic_samples if s.split == "eval")
+    reply = set(sample.input_ids[slice(*sample.loss_spans[0])])
+    outside = [i for i in range(512) if i not in reply][: len(draft.target_ids)]
+    without = replace(draft, target_ids=torch.tensor(outside))
+    found = replayed(exported, draft=without)
+    rounds, *accepted = found.tables[3, 0.0][found.sample_ids.index(sample.sample_id)]
+    start, end = sample.loss_spans[0]
+    assert accepted == [0, 0, 0] and rounds == end - start - 1
+    figures = objective_figures(
+        resolve_target(exported.target),
+        read_checkpoint(final_checkpoint(RunFolder.of(exported), "test")),
+        batches_of(exported, 64),
+        10**6,
+    )
+    assert figures["supervised_rows_per_step"][0] == sum(
+        b - a - 1 for s in synthetic_samples if s.split == "eval" for a, b in s.loss_spans
+    )
 
 
 def test_sources_are_told_apart_and_add_up(exported, synthetic_samples):

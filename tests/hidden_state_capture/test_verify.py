@@ -162,6 +162,8 @@ def test_the_samples_are_compared_too(synthetic_run, changed):
     found = faults(run.hidden_states, run.samples)
     assert any(f[1:] == ("c-001/0", "its split is eval in the index and train in samples/") for f in found)
     assert (None, "c-023/0", "not in the store") in found
+    edit(run.hidden_states / "manifest.json", lambda m: m.update(part={"index": 0, "of": 2}))
+    assert "not in the store" not in [what for _, _, what in faults(run.hidden_states, run.samples)]
     edit(run.samples / "manifest.json", lambda m: m.update(created="later"))
     assert (None, None, f"made from other samples than {run.samples} holds") in faults(run.hidden_states, run.samples)
 

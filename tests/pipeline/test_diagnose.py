@@ -46,7 +46,8 @@ def made(tmp_path_factory):
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
     counts = torch.randint(1, 100, (VOCAB,)).numpy()
     mapping = build_mapping(counts, [0], 128)
-    checkpoint = Checkpoint(folder, draft_shape, draft.state_dict(), mapping.d2t, mapping.t2d, LAYER_IDS, "rms", {})
+    d2t, t2d = torch.as_tensor(mapping.d2t), torch.as_tensor(mapping.t2d)
+    checkpoint = Checkpoint(folder, draft_shape, draft.state_dict(), d2t, t2d, LAYER_IDS, "rms", {})
     ids = torch.randint(1, VOCAB, (TOKENS,))
     with torch.no_grad():
         states = model(ids[None], output_hidden_states=True).hidden_states

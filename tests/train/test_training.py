@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
+from draftsmith.core.checkpoint import BEST, final_checkpoint, read_checkpoint
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.run import COMPLETE, RunFolder
@@ -20,7 +20,6 @@ from draftsmith.train.feed import training_plan
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import learning_rate
 from draftsmith.train.stage import train
-from draftsmith.train.state import BEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
