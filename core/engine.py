@@ -59,11 +59,10 @@ def in_engine_processes(works: Sequence[functools.partial[T]]) -> list[T]:
     """Run every work in a fresh process of its own, side by side, and return their results.
 
     Args:
-        works: partials of module-level functions; they and their results must be picklable.
+        works: partials of module-level functions, as `in_engine_process` takes them.
 
     Raises:
         UserError, StageFailed: as the first one to fail raised them; the others are ended.
-        StageFailed: a process died (out of memory, a crash in native code).
     """
     with ExitStack() as stack:
         running = [stack.enter_context(EngineProcess()).submit(work) for work in works]

@@ -25,6 +25,7 @@ from typing import Any
 from draftsmith.core.atomic import sha256_json
 from draftsmith.core.config import CaptureConfig, Config
 from draftsmith.core.errors import UserError
+from draftsmith.core.store import HEADER_BYTES
 
 TRAINER, CAPTURE = "trainer", "capture"
 POLL_SECONDS = 0.05

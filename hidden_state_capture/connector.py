@@ -112,7 +112,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"unknown layout of the hidden-states cache: {tuple(cache.shape)}")
         if get_tensor_model_parallel_rank() != 0:
             return
-        if self._extra["clean"]:
+        if self._extra["served"]:
             remove_uncommitted(self._folder)
         config = dict(self._extra["writer"])
         config.setdefault("first", next_number(self._folder))

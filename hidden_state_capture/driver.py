@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.core.atomic import write_json
 from draftsmith.core.config import Config
 from draftsmith.core.engine import answer, generate, has_cuda, vllm_engine
 from draftsmith.core.errors import StageFailed
@@ -16,7 +15,7 @@ from draftsmith.core.progress import Meter
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, TrainSamples
 from draftsmith.core.target import Target
-from draftsmith.hidden_state_capture.probe import choose_probe, judge_probe
+from draftsmith.hidden_state_capture.probe import Probe, choose_probe, judge_probe
 from draftsmith.hidden_state_capture.todo import engine_length
 from draftsmith.hidden_state_capture.writer import FAILURE
 
@@ -53,19 +52,20 @@ class Job:
 class Replica:
     """One engine that captures; a context manager."""
 
-    def __init__(self, job: Job, index: int) -> None:
+    def __init__(self, job: Job, index: int, spool: bool = False) -> None:
         """Say which one it is; the engine starts on entry.
 
         Args:
             job: what all engines share.
             index: number of this engine, from 0.
+            spool: samples have slots, which name their shards.
         """
-        self._job, self._index = job, index
+        self._job, self._index, self._spool = job, index, spool
         self._expected = 0
 
     def __enter__(self) -> "Replica":
         job = self._job
-        self._engine = vllm_engine(job.config.target, job.target, **_engine_args(job, self._index))
+        self._engine = vllm_engine(job.config.target, job.target, **engine_args(job, self._index, self._spool))
         self._llm = self._engine.__enter__()
         return self
 
@@ -75,8 +75,8 @@ class Replica:
             error = (StageFailed, StageFailed(reason), error[2])
         self._engine.__exit__(*error)
 
-    def probe(self) -> None:
-        """Check that these are the target's own states; the findings go to probe.json.
+    def probe(self) -> Probe:
+        """Check that these are the target's own states.
 
         Raises:
             StageFailed: they are not.
@@ -91,11 +91,10 @@ class Replica:
                 tops = [top_token(entry) for entry in output.prompt_logprobs[1:]]
                 greedy[i] = [*tops, int(output.outputs[0].token_ids[0])]
             self._settle(len(chosen))
-            found = judge_probe(job.config, job.target, job.layer_ids, files, [greedy[i] for i in range(len(chosen))])
+            return judge_probe(job.config, job.target, job.layer_ids, files, [greedy[i] for i in range(len(chosen))])
         finally:
             for file in files:
                 file.unlink(missing_ok=True)
-        write_json(job.folder / PROBE, asdict(found))
 
     def prefill(self, samples: Iterable[Sample], shown: Meter | None) -> None:
         """Capture samples; when it returns they are on the host, and not all of them on disk."""
@@ -189,17 +188,18 @@ def engine_args(job: Job, index: int, spool: bool = False) -> dict[str, Any]:
         # With prefix caching on, cached tokens would have no state rows.
         "enable_prefix_caching": False,
         "worker_extension_cls": "draftsmith.hidden_state_capture.worker.CaptureWorker",
-        **connector_args(job, {"first": job.first + index, "step": job.engines}),
+        **connector_args(job, {"first": job.first + index, "step": job.engines}, spool=spool),
     }
 
 
-def connector_args(job: Job, writer: dict[str, Any], clean: bool = False) -> dict[str, Any]:
+def connector_args(job: Job, writer: dict[str, Any], served: bool = False, spool: bool = False) -> dict[str, Any]:
     """What makes an engine write its states: for `vllm.LLM`, and as JSON for `vllm serve`.
 
     Args:
         job: what is captured.
         writer: fields of `WriterConfig` beside those that the config has.
-        clean: whether the engine removes what a killed one left in the folder.
+        served: whether the engine is a server, which is not started for one capture and has to put its folder in order.
+        spool: whether samples have slots.
     """
     capture, ids = job.config.capture, [*job.layer_ids, job.target.num_layers]
     cores = len(os.sched_getaffinity(0)) // job.engines

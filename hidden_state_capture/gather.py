@@ -9,7 +9,7 @@ device. Only rows with a label bring their last state along.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch

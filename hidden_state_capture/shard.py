@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ from torch import Tensor
 from draftsmith.core.atomic import TMP_MARK, fsync_path, remove_leftovers, write_text
 from draftsmith.core.damage import reading
 from draftsmith.core.manifest import MANIFEST
-from draftsmith.core.store import LAST_TENSORS, TOKEN_TENSORS, shard_name
+from draftsmith.core.store import HEADER_BYTES, LAST_TENSORS, TOKEN_TENSORS, shard_name
 from draftsmith.hidden_state_capture.gather import SampleRows
 
-# The header is padded to this, so that the states begin on a page of the file.
-_DATA_START = 4096
 _DTYPES = {
     torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32",
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8",
@@ -58,7 +57,10 @@ class Tail:
 
 
 class OpenShard:
-    """A shard that samples are added to; `seal` commits it, `discard` leaves nothing."""
+    """A shard that samples are added to; `seal` commits it, `discard` leaves nothing.
+
+    Several threads may add samples at once: only the places in the file are given out one after another.
+    """
 
     def __init__(self, folder: Path, number: int, lasts: Tail) -> None:
         self.path = folder / shard_name(number)
@@ -107,12 +109,12 @@ class OpenShard:
         """Finish the file, put it in its place and commit it; `more` is said in its sidecar."""
         starts = [row["start"] for row in self.rows] + [self.tokens]
         self._parts["sample_offsets"] = [np.array(starts, dtype=np.int64).view(np.uint8)]
-        at, ends = _DATA_START + self._aux_bytes, {"aux_states": self._aux_bytes}
+        at, ends = HEADER_BYTES + self._aux_bytes, {"aux_states": self._aux_bytes}
         for name in _AFTER:
             for part in [self._lasts.view()] if name == "last_states" else self._parts[name]:
                 _write(self._fd, part, at)
                 at += len(part)
-            ends[name] = at - _DATA_START
+            ends[name] = at - HEADER_BYTES
         _write(self._fd, np.frombuffer(self._header(ends), dtype=np.uint8), 0)
         with mmap.mmap(self._fd, 0, prot=mmap.PROT_READ) as whole:
             sha256 = hashlib.sha256(whole).hexdigest()
@@ -136,7 +138,7 @@ class OpenShard:
             os.ftruncate(self._fd, 0)
 
     def discard(self) -> None:
-        """Remove what has been written; a full disk then has room for more than a message."""
+        """Remove what has been written."""
         self._close()
         self._tmp.unlink(missing_ok=True)
 
@@ -161,8 +163,8 @@ class OpenShard:
                 dtype, shape = tensors[name]
                 header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
             begin = end
-        text = json.dumps(header).encode().ljust(_DATA_START - 8)
-        assert len(text) == _DATA_START - 8
+        text = json.dumps(header).encode().ljust(HEADER_BYTES - 8)
+        assert len(text) == HEADER_BYTES - 8
         return len(text).to_bytes(8, "little") + text
 
 
