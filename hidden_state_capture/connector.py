@@ -112,11 +112,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"unknown layout of the hidden-states cache: {tuple(cache.shape)}")
         if get_tensor_model_parallel_rank() != 0:
             return
-        if self._extra["clean"]:
+        if self._extra["served"]:
             remove_uncommitted(self._folder)
         config = dict(self._extra["writer"])
         config.setdefault("first", next_number(self._folder))
-        kind = SpoolWriter if self._extra.get("spool") else ShardWriter
+        kind = SpoolWriter if self._extra["spool"] else ShardWriter
         self.writer = kind(self._folder, WriterConfig(**config))
         self._gatherer = Gatherer(
             cache.transpose(1, 2) if fits[-1] == 2 else cache,
@@ -124,8 +124,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             config["pending_bytes"],
             self._extra["gather_bytes"],
         )
-        told = {"layer_ids": self._extra["layer_ids"], "storage": config["storage"], "dtype": str(cache.dtype)}
-        write_json(self._folder / CONNECTOR, told)
+        if self._extra["served"]:
+            told = {"layer_ids": self._extra["layer_ids"], "storage": config["storage"], "dtype": str(cache.dtype)}
+            write_json(self._folder / CONNECTOR, told)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
