@@ -192,7 +192,7 @@ def _after_qkv(
 def _offsets_on_disk(folder: Path) -> Tensor | None:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            if "d2t" in tensors.keys():
+            if "d2t" in set(tensors.keys()):
                 offsets: Tensor = tensors.get_tensor("d2t")
                 return offsets.long()
     return None

@@ -120,7 +120,7 @@ def test_a_planted_fault_is_named(made, tmp_path, fault):
     found = served(made, tmp_path)
     assert found["first_difference"] == named, found["findings"]
     wrong = [f["part"] for f in found["findings"] if not f["agrees"]]
-    # Each part is given what the engine made before it, so that a fault shows in its own place alone; the residual branch
-    # is not seen, and ends in the norm.
+    # Each part is given what the engine made before it, so that a fault shows in its own place alone; but the residual
+    # branch is not seen, and ends in the norm.
     more = {None: [], "layer ids": ["layer ids", "auxiliary states"], "mlp": ["mlp", "norm"]}
     assert wrong == more.get(named, [named]), found["findings"]
