@@ -29,6 +29,7 @@ from draftsmith.core.target import Target
 from draftsmith.core.target_weights import load_target_weights
 
 WEIGHTS, DRAFT, OPTIMIZER, STATE = "draft.safetensors", "draft.json", "optimizer.pt", "state.json"
+BEST = "best.json"  # beside the checkpoints: which of them had the highest replayed acceptance
 OWN = "own.safetensors"
 
 
@@ -145,26 +146,19 @@ def chosen_checkpoint(run: RunFolder, which: str, needed_by: str) -> Path:
     done = run.complete_checkpoints()
     kept = f"Those kept: {', '.join(p.name for p in done) or 'none'} (train.keep_checkpoints)."
     if which == "best":
-        by_step = {row["step"]: row["eval_acceptance_length"] for row in _evaluations(run)}
-        judged = [(by_step[step], step, p) for p in done if (step := int(p.name.removeprefix("step-"))) in by_step]
-        if not judged:
+        file = run.checkpoints / BEST
+        if not file.is_file():
             raise UserError(
-                f"{run.checkpoints}: no checkpoint was evaluated on held-out samples.",
-                f"Give train.save_interval a multiple of train.eval_interval, or name a checkpoint. {kept}",
+                f"{run.checkpoints}: training evaluated no checkpoint on held-out samples.",
+                f"Hold samples out (data.eval_share), or name a checkpoint. {kept}",
             )
-        return max(judged)[2]
+        with reading(file, f"Name a checkpoint. {kept}"):
+            which = json.loads(file.read_text(encoding="utf-8"))["checkpoint"]
     named = which.removeprefix("step-")
     path = run.checkpoints / f"step-{int(named):07d}" if named.isdigit() else Path(which).expanduser()
     if not (path / COMPLETE).is_file():
         raise UserError(f"export.checkpoint: {path} is no complete checkpoint.", kept)
     return path
-
-
-def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
-    if not run.metrics.is_file():
-        return []
-    rows = (json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if row.get("eval_acceptance_length") is not None]
 
 
 def build_objective(

@@ -16,6 +16,7 @@ import typer
 from safetensors import SafetensorError
 
 from draftsmith.core.atomic import remove, write_text
+from draftsmith.core.cli_capture import ACTIONS, capture_share
 from draftsmith.core.cli_eval import eval_app
 from draftsmith.core.cli_export import export_app
 from draftsmith.core.cli_group import STAGE
@@ -51,10 +52,22 @@ def prepare(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = Fals
 
 
 @app.command()
-def capture(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Stage 2: hidden states of the target; prepares what is missing."""
+def capture(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    shard: Annotated[str | None, typer.Option("--shard", help="i/n: only share i (from 0) of n, on this host.")] = None,
+) -> None:
+    """Stage 2: hidden states of the target; prepares what is missing.
+
+    `capture merge` makes one store of all shares, `capture serve-args` prints how to start a server that captures.
+    """
     from draftsmith.hidden_state_capture.beside import capture_alone
 
+    if overrides and (action := ACTIONS.get(overrides[0])):
+        return action(load_config(config, overrides[1:]), fresh)
+    if shard:
+        return capture_share(load_config(config, overrides), shard, fresh)
     with _run(config, overrides, fresh, lambda run: [run.hidden_states, run.spool], side="capture") as loaded:
         _prepare(loaded)
         capture_alone(loaded)

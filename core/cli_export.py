@@ -12,7 +12,11 @@ from draftsmith.core.cli_group import STAGE, StageGroup
 from draftsmith.core.config import ExportConfig, TargetConfig
 from draftsmith.core.errors import UserError
 
-export_app = typer.Typer(cls=StageGroup, help="Stage 5: the draft as a server loads it, proven.")
+export_app = typer.Typer(
+    cls=StageGroup,
+    help="Stage 5: the draft as a server loads it, proven. Usage: export --config FILE [section.key=value ...] "
+    "[--fresh] [--checkpoint last|best|step-N|PATH] [--push-to-hub OWNER/NAME [--force]], or the command below.",
+)
 Format = Annotated[str, typer.Option("--format", help="hf or speculators.")]
 Convention = Annotated[str, typer.Option("--layer-id-convention", help="vllm or sglang (its ids are one lower).")]
 

@@ -8,6 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.estimate import amount_of, stated
 from draftsmith.core.plan import GB, Rates, make_plan
@@ -37,13 +38,14 @@ def plan(
     if as_json:
         print(json.dumps(made, indent=2))
     else:
-        _show(loaded.run.name, loaded.capture.storage, made)
+        _show(loaded, made)
     raise typer.Exit(1 if made["problems"] else 0)
 
 
-def _show(name: str, storage: str, made: dict[str, Any]) -> None:
+def _show(config: Config, made: dict[str, Any]) -> None:
     amount, target, disk, hours, gpu = (made[k] for k in ("amount", "target", "disk", "hours", "gpu"))
-    table = Table(title=f"plan of run {name}", title_justify="left", show_header=False)
+    storage, spool = config.capture.storage, config.capture.mode == "spool"
+    table = Table(title=f"plan of run {config.run.name}", title_justify="left", show_header=False)
     used = sum(gpu["training"].values())
     rows = [
         ("samples", f"{amount['samples']:,}", amount["how"]),
@@ -55,7 +57,8 @@ def _show(name: str, storage: str, made: dict[str, Any]) -> None:
         ("disk", _size(disk["needed"]), f"to be written in {disk['folder']}, {_size(disk['free'])} free"),
         *((stage, f"{hours[stage]:,.2f} h", f"{hours[f'{stage}_tokens']:,} tokens at {hours[f'{stage}_rate']:,.0f} a "
            f"second, {hours[f'{stage}_rate_of']}") for stage in ("capture", "train")),
-        ("GPU memory", _size(used), f"of {_size(gpu['bytes'])} ({gpu['of']}), on each of {gpu['count']} that train:"),
+        ("together", f"{hours['together']:,.2f} h", "at once" if spool else "one after the other"),
+        ("GPU memory", _size(used), f"of {_size(gpu['bytes'])} ({gpu['of']}); {gpu['count']} train, each with:"),
         *(("", _size(size), part) for part, size in gpu["training"].items()),
         ("host memory", _size(made["host"]["capture_bytes"]), f"while capturing, of {_size(made['host']['bytes'])}"),
     ]  # fmt: skip

@@ -281,12 +281,37 @@ class CaptureConfig(Section):
         description="GPUs that capture has in spool mode, by their place among the visible ones; training has the "
         "others. null: both share all.",
     )
-    data_parallel: Literal[1] = Field(1, description="Engines side by side; only 1 for now.")
+    data_parallel: PositiveInt = Field(
+        1, description="Engines side by side: on this host, each with target.tensor_parallel GPUs, or on a Ray cluster."
+    )
+    launcher: Literal["local", "ray"] = Field(
+        "local", description="Where the engines run. ray: an actor each, on the cluster that `ray_address` names."
+    )
+    ray_address: str | None = Field(
+        None, description="Address of the Ray cluster; null: RAY_ADDRESS, one that runs on this host, or a new one."
+    )
+    server: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+",
+        description="URL of a `vllm serve` that was started with the flags of `draftsmith capture serve-args` and "
+        "shares the run's folder; null: own engines.",
+    )
+    seal_after: float = Field(
+        5.0, gt=0.0, description="Seconds without a sample after which such a server closes its shards."
+    )
     shard_bytes: int = Field(1024**3, ge=1024, description="Shards are closed when they reach this size.")
     pending_bytes: int = Field(
         2 * 1024**3,
         ge=1024,
         description="States that may wait in host memory for the disk before the engine waits.",
+    )
+    writer_threads: PositiveInt | None = Field(
+        None,
+        description="Threads of an engine that hash and write, each into a shard of its own; null: half of the cores "
+        "and 8 at most, 1 without a GPU.",
+    )
+    gather_bytes: int = Field(
+        128 * 1024**2, ge=1024, description="GPU memory that the gathering of finished samples may take at once."
     )
     max_batched_tokens: PositiveInt = Field(8192, description="Tokens the engine prefills in one step.")
     max_num_seqs: PositiveInt = Field(256, description="Sequences the engine holds at once.")
@@ -299,6 +324,10 @@ class CaptureConfig(Section):
     def _spool_is_bounded(self) -> Self:
         if self.mode == "spool" and self.spool_bytes is None:
             raise ValueError("capture.mode is spool; set capture.spool_bytes to the bytes that its folder may hold")
+        if self.mode == "spool" and (self.data_parallel > 1 or self.launcher != "local" or self.server):
+            raise ValueError(
+                "capture.mode spool has one engine of its own: leave data_parallel, launcher and server out"
+            )
         return self
 
 
@@ -307,7 +336,7 @@ class ExportConfig(Section):
 
     checkpoint: str = Field(
         "last",
-        description="last: of a finished training; best: of those kept, the one with the highest replayed acceptance; "
+        description="last: of a finished training; best: the one with the highest replayed acceptance; "
         "step-NNNNNNN; or the path of a checkpoint.",
     )
     format: Literal["hf", "speculators"] = Field(
@@ -335,7 +364,7 @@ class ExportConfig(Section):
         description="Bound on the relative error of the engine's draft logits, on the engine's own states.",
     )
     max_tie: float = Field(
-        0.25, ge=0.0, description="Logits that two tokens may differ by for either to count as the trainer's choice."
+        0.5, ge=0.0, description="Logits that two tokens may differ by for either to count as the trainer's choice."
     )
     max_acceptance_gap: float = Field(
         0.02, gt=0.0, description="Bound on the relative difference of served and replayed acceptance length."

@@ -87,6 +87,20 @@ def read_draft(
     return DraftFolder(shape, floats, _target_ids(d2t, t2d, shape, folder), layer_ids, config, layout)
 
 
+def refuse_sglang_ids(folder: Path) -> None:
+    """Refuse, before an engine starts, a draft that vLLM would serve from other layers without a word.
+
+    Raises:
+        UserError: its config.json has SGLang's layer ids.
+    """
+    config, _ = _read_config(folder / CONFIG)
+    if config.get("layer_id_convention", "vllm") != "vllm":
+        raise UserError(
+            f"{folder}: its layer ids are {config['layer_id_convention']}'s, and vLLM would give it other layers.",
+            "Export or convert it with vLLM's (export.layer_id_convention=vllm, `draftsmith export convert`).",
+        )
+
+
 def tensor_shapes(shape: DraftShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter of a draft."""
     with torch.device("meta"):

@@ -7,6 +7,7 @@
 Works with vLLM 0.24 to 0.33, on CUDA and on CPU. `kill -9` of the stage takes the engine with it.
 """
 
+import functools
 import importlib.util
 import itertools
 import logging
@@ -17,9 +18,9 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
@@ -54,6 +55,23 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         return outcome(process.submit(work, *args, **kwargs), work.__name__)
 
 
+def in_engine_processes(works: Sequence[functools.partial[T]]) -> list[T]:
+    """Run every work in a fresh process of its own, side by side, and return their results.
+
+    Args:
+        works: partials of module-level functions, as `in_engine_process` takes them.
+
+    Raises:
+        UserError, StageFailed: as the first one to fail raised them; the others are ended.
+    """
+    with ExitStack() as stack:
+        running = [stack.enter_context(EngineProcess()).submit(work) for work in works]
+        ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+        for future in ended:
+            outcome(future, works[0].func.__name__)
+        return [future.result() for future in running]
+
+
 class EngineProcess:
     """A process that an engine lives in for as long as the block; what runs in it shares its module globals.
 
@@ -64,9 +82,9 @@ class EngineProcess:
         """Start it."""
         self._submitted: list[Future[Any]] = []
         self._pool = ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn"), initializer=_lead_group, initargs=(os.getpid(),)
+            1, mp_context=multiprocessing.get_context("spawn"), initializer=lead_group, initargs=(os.getpid(),)
         )
-        self._group = outcome(self._pool.submit(os.getpgrp), "_lead_group")  # it may die before it leads one
+        self._group = outcome(self._pool.submit(os.getpgrp), "lead_group")  # it may die before it leads one
         return self
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -99,13 +117,14 @@ def outcome(running: Future[T], name: str) -> T:
         ) from None
 
 
-def _lead_group(parent: int) -> None:
+def lead_group(parent: int) -> None:
     """Make a process group of this process and its children that does not outlive `parent`.
 
     vLLM's own children are not tied to us: after `kill -9` they would hold the accelerator's memory for ever. A
     shell in the group looks at the parent once a second and ends the whole group when it is gone.
     """
-    os.setpgid(0, 0)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
     watch = f"while kill -0 {parent} 2>/dev/null; do sleep 1; done; kill -9 -{os.getpgrp()}"
     subprocess.Popen(
         ["/bin/sh", "-c", watch],

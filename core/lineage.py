@@ -41,6 +41,7 @@ def check_upstream(config: Config, run: RunFolder, target: Target, states: dict[
 
 # Settings that change what training writes or holds on the way, but not the trained draft.
 _NO_INPUT = {
+    "grad_accum_steps",  # times the processes it is an input: see the training's state
     "log_interval",
     "eval_interval",
     "save_interval",

@@ -158,18 +158,19 @@ def _hours(config: Config, amount: Amount, target: Target, shape: DraftShape, ra
         active = target_parameters(target.hf_config)[1] / config.target.tensor_parallel
         capture = int(config.capture.data_parallel) / (H200_CAPTURE_FIXED + H200_CAPTURE_PER_PARAMETER * active)
     if train is None:
-        train = rates.gpus * H200_TRAINING_FLOPS / training_flops(shape, _workload(config, amount))
-    products = "with bf16 products " if config.train.matmul == "fp8" else ""
-    train_from = f"measured {products}on an H200 (benchmarks/training), scaled by the work"
+        train = rates.gpus * H200_TRAINING_FLOPS[config.train.matmul] / training_flops(shape, _workload(config, amount))
+    train_from = "measured on H200s (benchmarks/training), scaled by the work"
     once, epochs = amount.tokens, config.train.epochs
     trained = amount.tokens * amount.train_share * epochs
     if config.capture.mode == "spool":  # the held-out samples once, the others in every epoch
         once = round(amount.tokens * (1 - amount.train_share) + trained)
+    hours = once / capture / 3600, trained / train / 3600
     return {
-        "capture": once / capture / 3600, "capture_tokens": once, "capture_rate": capture,
+        "capture": hours[0], "capture_tokens": once, "capture_rate": capture,
         "capture_rate_of": "stated" if rates.capture else "measured on H200s, scaled by the target",
-        "train": trained / train / 3600, "train_tokens": round(trained), "train_rate": train,
+        "train": hours[1], "train_tokens": round(trained), "train_rate": train,
         "train_rate_of": "stated" if rates.train else train_from,
+        "together": max(hours) if config.capture.mode == "spool" else sum(hours),
     }  # fmt: skip
 
 
@@ -182,13 +183,19 @@ def _workload(config: Config, amount: Amount) -> Workload:
         steps=train.ttt_steps,
         full_vocabulary=train.loss not in ("soft_ce",),
         logits_bytes=train.logits_bytes,
+        matmul=train.matmul,
     )
 
 
 def _gpu(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> dict[str, float]:
     parts = {**training_memory(shape, _workload(config, amount)), "CUDA": _CUDA_BYTES}
+    sizes = draft_parameters(shape)
+    if config.train.optimizer == "muon":  # one moment instead of two, of the matrices
+        parts["weights and optimizer"] -= 4.0 * (sizes["fc"] + sizes["attention"] + sizes["mlp"])
+    if config.train.ema_decay is not None:
+        parts["average of the weights"] = 4.0 * sum(sizes.values())
     # Several processes exchange gradients in buckets as large as all of them.
-    return parts if gpus == 1 else {**parts, "exchange of gradients": 4.0 * sum(draft_parameters(shape).values())}
+    return parts if gpus == 1 else {**parts, "exchange of gradients": 4.0 * sum(sizes.values())}
 
 
 def _host(config: Config) -> int:

@@ -11,7 +11,9 @@ from typing import Any
 
 from draftsmith.core.config import SourceConfig
 from draftsmith.core.errors import UserError
-from draftsmith.core.sources import HUB, is_hub
+from draftsmith.core.manifest import read_manifest
+from draftsmith.core.run import RunFolder
+from draftsmith.core.sources import HUB, fingerprint, is_hub
 
 # `name@revision`, as the config gives them -> commit.
 Revisions = Mapping[str, str]
@@ -39,6 +41,18 @@ def pinned(source: SourceConfig | str, revisions: Revisions) -> SourceConfig:
     """The source at its commit; one that is not on the hub as it is."""
     full = _source(source)
     return full.model_copy(update={"revision": revisions.get(_key(full), full.revision)})
+
+
+def content(source: SourceConfig | str, revisions: Revisions) -> str | None:
+    """What tells whether a set is the one of before: the hash of its files, or its commit on the hub, where known."""
+    full = pinned(source, revisions)
+    return full.revision if is_hub(full.path) else fingerprint(full)
+
+
+def recorded_revisions(run: RunFolder) -> Revisions:
+    """What `prepare` found, of its sources and of the evaluation sets that it looked for."""
+    revisions: dict[str, str] = (read_manifest(run.samples) or {}).get("revisions", {})
+    return revisions
 
 
 def _source(given: SourceConfig | str) -> SourceConfig:

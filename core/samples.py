@@ -145,8 +145,12 @@ class TrainSamples:
         labels: of these, rows whose next token is a reply token.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, longest: int | None = None) -> None:
         """Read `folder/samples.parquet`.
+
+        Args:
+            folder: `samples/` of a run.
+            longest: longer ones are left out, as the target cannot read them; None: none is.
 
         Raises:
             UserError: the file is missing or damaged.
@@ -158,7 +162,7 @@ class TrainSamples:
                 lengths = batch.column("input_ids").value_lengths().to_pylist()
                 columns = (batch.column(name).to_pylist() for name in ("sample_id", "split", "loss_spans"))
                 for row, (name, split, spans) in enumerate(zip(*columns, strict=True)):
-                    if split == "train":
+                    if split == "train" and (longest is None or lengths[row] <= longest):
                         labels = sum(end - max(start, 1) for start, end in spans)
                         found.append((name, lengths[row], labels, len(self._batches), row))
                 self._batches.append(batch)

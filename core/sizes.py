@@ -1,7 +1,7 @@
 """How large and how much work: the draft, its training step, the target. Torch-free, so that a plan takes no time.
 
-Checked against the measured steps of benchmarks/training (tests/core/test_plan.py): memory and speed within 8 % at a
-draft vocabulary of 32,000, within 14 % at 200,064.
+Checked against every measured step of benchmarks/training (tests/core/test_plan.py): memory and speed within 9 % where
+products are in bfloat16, memory within 14 % at a draft vocabulary of 200,064; with float8 products within 12 and 22 %.
 
 Legend: H hidden size, C = (N + 2G) D the width of q, k and v together, I intermediate size, A auxiliary states,
 V target and Vd draft vocabulary, J steps, T tokens of a batch, R of them supervised.
@@ -12,8 +12,10 @@ from typing import Any
 
 from draftsmith.core.draft_shape import DraftShape
 
-# By `training_flops`, the fused pass reached 499 to 560 TFLOP/s on an H200 in the 13 cells of benchmarks/training.
-H200_TRAINING_FLOPS = 520e12
+# By `training_flops`, what the fused pass reached on H200s in benchmarks/training: 499 to 567 TFLOP/s with products in
+# bfloat16, 581 to 851 in float8, whose operands and casts take an eighth more memory.
+H200_TRAINING_FLOPS = {"bf16": 520e12, "fp8": 700e12}
+_FLOAT8_MEMORY = 1.12
 # Prefill-only capture on H200s, seconds a token = fixed + per_parameter * active parameters on one GPU: through
 # 431,000 tokens/s of SmolLM2-135M on one GPU and 34,800 of MiniMax-M2.5's shape (fp8, 10.4e9 active) on two.
 H200_CAPTURE_FIXED, H200_CAPTURE_PER_PARAMETER = 1.62e-6, 5.23e-15
@@ -44,6 +46,7 @@ class Workload:
         steps: J.
         full_vocabulary: the loss needs the target's full distribution.
         logits_bytes: `train.logits_bytes`.
+        matmul: `train.matmul`.
     """
 
     tokens: int
@@ -52,6 +55,7 @@ class Workload:
     steps: int
     full_vocabulary: bool = False
     logits_bytes: int = 4 * 1024**3
+    matmul: str = "bf16"
 
 
 def training_flops(shape: DraftShape, work: Workload) -> float:
@@ -90,10 +94,11 @@ def training_memory(shape: DraftShape, work: Workload) -> dict[str, float]:
     parameters = sum(parts.values())
     frozen = 0 if shape.own_embedding else 2 * shape.vocab_size * hidden
     frozen += 2 * hidden * (shape.draft_vocab_size + (shape.vocab_size if work.full_vocabulary else 0))
+    activations = saved + max(gradients + passing, loss)
     return {
         "weights and optimizer": 18.0 * parameters,  # float32: weights, gradients, two moments; bfloat16: weights
         "target's embedding and head": float(frozen),
-        "activations": saved + max(gradients + passing, loss),
+        "activations": activations * (_FLOAT8_MEMORY if work.matmul == "fp8" else 1.0),
     }
 
 

@@ -25,18 +25,19 @@ from typing import Any
 from draftsmith.core.atomic import sha256_json
 from draftsmith.core.config import CaptureConfig, Config
 from draftsmith.core.errors import UserError
+from draftsmith.core.store import HEADER_BYTES
 
 TRAINER, CAPTURE = "trainer", "capture"
 POLL_SECONDS = 0.05
 # A reader of a lock holds it for an instant; who takes it tries again for this long.
 _TAKE_SECONDS = 2.0
-# Upper bounds of what surrounds the states: the shard's header, and a sample's row in the sidecar.
-_HEADER_BYTES, _ROW_BYTES = 1024, 512
+# Upper bounds of what surrounds the states: header and the sidecar's own, and a sample's row in the sidecar.
+_HEADER_BYTES, _ROW_BYTES = HEADER_BYTES + 512, 512
 
 
 @dataclass(frozen=True)
 class SpoolShard:
-    """Shard `number` holds the samples of optimizer steps first .. end - 1, in at most `nbytes` with its sidecar."""
+    """Shard `number` holds the samples of steps first .. end - 1, in at most `nbytes` with its sidecar."""
 
     number: int
     first: int
@@ -48,25 +49,26 @@ class SpoolPlan:
     """Which samples each shard holds, and what has to go before it is begun.
 
     Attributes:
-        steps: steps[s][rank]: sample numbers, as in `plan_steps`.
+        steps: steps[s][rank]: sample numbers, as in `plan_steps`; a step is one batch of every rank.
         num_samples: of one epoch.
         shards: in the order they are made and used.
         beside: beside[w]: the first shard that may still be there when shard w is begun.
     """
 
-    def __init__(self, steps: list[list[list[int]]], nbytes: list[int], capture: CaptureConfig) -> None:
+    def __init__(self, steps: list[list[list[int]]], nbytes: list[int], capture: CaptureConfig, each: int = 1) -> None:
         """Lay the plan out.
 
         Args:
             steps: of the whole training.
             nbytes: of every sample, on disk.
             capture: shard and spool sizes.
+            each: steps that make an optimizer step; a shard holds whole ones.
 
         Raises:
             UserError: the spool could not hold two shards.
         """
         assert capture.spool_bytes is not None
-        self.steps, self.num_samples, self.shards = steps, len(nbytes), _cut(steps, nbytes, capture.shard_bytes)
+        self.steps, self.num_samples, self.shards = steps, len(nbytes), _cut(steps, nbytes, capture.shard_bytes, each)
         self._ends = [shard.end for shard in self.shards]
         _refuse_too_small(self.shards, capture)
         self.beside: list[int] = []
@@ -87,13 +89,13 @@ class SpoolPlan:
         return [n for step in self.steps[shard.first : shard.end] for share in step for n in share]
 
 
-def _cut(steps: list[list[list[int]]], nbytes: list[int], shard_bytes: int) -> list[SpoolShard]:
-    """Whole steps, until a shard has reached its size."""
+def _cut(steps: list[list[list[int]]], nbytes: list[int], shard_bytes: int, each: int) -> list[SpoolShard]:
+    """Whole optimizer steps, until a shard has reached its size."""
     shards: list[SpoolShard] = []
     first, size = 0, _HEADER_BYTES
     for step, shares in enumerate(steps):
         size += sum(nbytes[n] for share in shares for n in share)
-        if size >= shard_bytes or step + 1 == len(steps):
+        if (size >= shard_bytes and (step + 1) % each == 0) or step + 1 == len(steps):
             shards.append(SpoolShard(len(shards), first, step + 1, size))
             first, size = step + 1, _HEADER_BYTES
     return shards
@@ -108,9 +110,8 @@ def _refuse_too_small(shards: list[SpoolShard], capture: CaptureConfig) -> None:
     largest = max(shards, key=lambda s: s.nbytes)
     raise UserError(
         f"capture.spool_bytes is {capture.spool_bytes:,}, and two shards of this run take up to {max(pairs):,} bytes "
-        f"(the largest: {largest.nbytes:,} bytes, {largest.end - largest.first} optimizer steps).",
-        f"Set capture.spool_bytes to {max(pairs)} or more"
-        + ("." if largest.end - largest.first == 1 else ", or lower capture.shard_bytes."),
+        f"(the largest: {largest.nbytes:,} bytes; a shard holds whole optimizer steps).",
+        f"Set capture.spool_bytes to {max(pairs)} or more, or lower capture.shard_bytes or train.tokens_per_batch.",
     )
 
 
@@ -138,6 +139,7 @@ def spool_inputs(config: Config, states: dict[str, Any]) -> dict[str, Any]:
         "states": states["inputs"],
         "shard_bytes": config.capture.shard_bytes,
         "tokens_per_batch": config.train.tokens_per_batch,
+        "grad_accum_steps": config.train.grad_accum_steps,
         "epochs": config.train.epochs,
         "seed": config.run.seed,
     }

@@ -81,7 +81,8 @@ def spool_plan(samples: TrainSamples, config: Config, states: dict[str, Any], wo
     size = bytes_per_row(states["storage"], len(states["layer_ids"]), states["target"]["hidden_size"])
     each = zip(samples.ids, samples.lengths, samples.labels, strict=True)
     nbytes = [sample_nbytes(*sample, *size) for sample in each]
-    return SpoolPlan(plan_steps(samples.lengths, config, world_size), nbytes, config.capture)
+    steps = plan_steps(samples.lengths, config, world_size)
+    return SpoolPlan(steps, nbytes, config.capture, config.train.grad_accum_steps)
 
 
 def rank_share(batches: list[list[int]], rank: int, world_size: int) -> list[list[int]]:

@@ -21,7 +21,7 @@ from draftsmith.core.engine import engine_dtype, require_vllm
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.progress import say
-from draftsmith.core.revisions import Revisions, hub_revisions, pinned
+from draftsmith.core.revisions import Revisions, content, hub_revisions, pinned
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, SampleWriter
 from draftsmith.core.sources import fingerprint
@@ -78,7 +78,7 @@ def prepare(config: Config) -> None:
         run.open(config)
         write_json(run.journal / REVISIONS, revisions)
         # Evaluation sets take conversations out, and so decide which number the others have.
-        checked = {path: _content(path, revisions) for path in contamination_sets(config)}
+        checked = {path: content(path, revisions) for path in contamination_sets(config)}
         journal = run.journal / sha256_json({**inputs, "not_in": checked})[:16]
         rows = _made(config, target, read.conversations, journal)
         samples = _fitting(config, end_ids, read, rows, tally, scratch / "rows")
@@ -111,15 +111,10 @@ def prepare_inputs(config: Config, target: Target, revisions: Revisions = Mappin
         described["dtype"] = engine_dtype(config.target)  # what `auto` is on this machine decides the replies
     return {
         "data": data,
-        "contamination_sha256": [_content(path, revisions) for path in config.data.contamination.sets],
+        "contamination_sha256": [content(path, revisions) for path in config.data.contamination.sets],
         "seed": config.run.seed,
         "target": described,
     }
-
-
-def _content(path: str, revisions: Revisions) -> str | None:
-    """What tells whether a set of prompts is the one of before: its hash, or its commit on the hub."""
-    return fingerprint(path) or pinned(path, revisions).revision
 
 
 def _kept_revisions(run: RunFolder) -> Revisions:
@@ -144,7 +139,7 @@ def _already_there(
     say(f"samples: {manifest['counts']['train']} train, {manifest['counts']['eval']} held out (already there)")
     # An evaluation set that comes later does not undo a capture; but nobody has looked for it in the samples.
     checked, sets = manifest.get("not_in", {}), contamination_sets(config)
-    if new := [path for path in sets if path not in checked or checked[path] != _content(path, revisions)]:
+    if new := [path for path in sets if path not in checked or checked[path] != content(path, revisions)]:
         say(f"warning: the samples were made before {', '.join(new)}; `prepare --fresh` would look for it in them")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.core.config import Config, TargetConfig
+from draftsmith.core.draft_folder import refuse_sglang_ids
 from draftsmith.core.engine import EngineProcess, engine_errors, has_cuda, vllm_engine
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.target import Target
@@ -97,6 +98,7 @@ def engine_args(
     if has_cuda() and share < 1.0:
         args["gpu_memory_utilization"] = share * float(given.pop("gpu_memory_utilization", 0.9))
     if draft:
+        refuse_sglang_ids(draft)
         sampling = config.eval.draft_sampling
         # Left out where it is the default: older engines do not know the key.
         method = {} if sampling == "greedy" else {"draft_sample_method": sampling}

@@ -18,6 +18,7 @@ from draftsmith.core.conversations import Conversation, Message, Skipped, text_o
 from draftsmith.core.errors import UserError
 from draftsmith.core.reasoning import ClientView
 from draftsmith.core.rendering import render_prompt
+from draftsmith.core.revisions import pinned, recorded_revisions
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import read_samples
 from draftsmith.core.sources import read_conversations, source_name
@@ -154,8 +155,8 @@ class PromptSets:
         return PromptSet(HELD_OUT, spread([d for d in dialogues if d.prompts], self.config.eval.max_prompts))
 
     def _dialogues(self, path: str) -> list[Dialogue]:
-        read = []
-        for row in read_conversations(path, roles=self.config.data.roles):
+        read, source = [], pinned(path, recorded_revisions(RunFolder.of(self.config)))
+        for row in read_conversations(source, roles=self.config.data.roles):
             if isinstance(row, Skipped):
                 raise UserError(
                     f"eval.sets: {row.place}: {row.reason} ({row.detail}).", "Every row of a set is used: mend it."

@@ -5,7 +5,7 @@ from typing import Any
 from draftsmith.core.atomic import sha256_file
 from draftsmith.core.checkpoint import chosen_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
-from draftsmith.core.draft_folder import read_draft_folder
+from draftsmith.core.draft_folder import read_draft_folder, refuse_sglang_ids
 from draftsmith.core.engine import engine_dtype, require_vllm
 from draftsmith.core.errors import UserError
 from draftsmith.core.lineage import check_upstream
@@ -18,9 +18,9 @@ from draftsmith.core.manifest import (
     write_manifest,
 )
 from draftsmith.core.progress import say
+from draftsmith.core.revisions import content, recorded_revisions
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import iter_samples
-from draftsmith.core.sources import fingerprint
 from draftsmith.core.target import Target, resolve_target
 from draftsmith.eval.diagnose import diagnose, longest_sample
 from draftsmith.eval.offline import HeldOut, Replay, objective_figures, release_memory, replay
@@ -49,6 +49,7 @@ def evaluate(config: Config) -> None:
             f"{run.export} holds {exported['checkpoint']}, and export.checkpoint is {checkpoint.folder.name} by now.",
             "Export again with --fresh.",
         )
+    refuse_sglang_ids(run.export)
     inputs = eval_inputs(config, run)
     if manifest := read_manifest(run.eval):
         check_inputs(run.eval, manifest, inputs)
@@ -106,7 +107,7 @@ def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
         "export_manifest_sha256": manifest_hash(run.export),
         "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
         "eval": config.eval.model_dump(mode="json"),
-        "sets": [fingerprint(path) for path in config.eval.sets],
+        "sets": [content(path, recorded_revisions(run)) for path in config.eval.sets],
         "sampling": config.data.sampling.model_dump(mode="json"),
         "tensor_parallel": config.target.tensor_parallel,
         "engine_args": config.target.engine_args,
@@ -122,7 +123,7 @@ def settings(config: Config, run: RunFolder, exported: dict[str, Any], store: Hi
         "checkpoint": exported["checkpoint"],
         "export_weights_sha256": exported["weights_sha256"],
         "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
-        "sets_sha256": {path: fingerprint(path) for path in config.eval.sets},
+        "sets_sha256": {path: content(path, recorded_revisions(run)) for path in config.eval.sets},
         "prompts": PROMPTS,
         "prompts_sha256": sha256_file(run.eval / PROMPTS),
         "prefix_caching": False,

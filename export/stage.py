@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.core.atomic import atomic_folder, remove, sha256_file, write_json, write_text
 from draftsmith.core.checkpoint import DRAFT, Checkpoint, chosen_checkpoint, read_checkpoint
 from draftsmith.core.checkpoint import WEIGHTS as CHECKPOINT_WEIGHTS
@@ -18,7 +20,7 @@ from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
-from draftsmith.data.batching import collate
+from draftsmith.data.batching import collate, plan_batches
 from draftsmith.export.card import PLOT, Facts, model_card, plot_acceptance
 from draftsmith.export.draft import Draft, from_checkpoint
 from draftsmith.export.layout import WEIGHTS, draft_tensors, folder_config, write_draft
@@ -28,7 +30,7 @@ from draftsmith.export.verify import Check, contract_check, logits_check, verifi
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 CARD, VERIFICATION, FAILED = "README.md", "verification.json", "export-failed"
-_RELOADED_SAMPLES = 8
+_RELOADED_TOKENS = 4096
 
 
 def export(config: Config, fresh: bool = False) -> None:
@@ -102,7 +104,9 @@ def prove(
         return verification([], "not run: export.verify is false", settings)
     checks = [contract_check(folder, draft)]
     if checks[0].passed:
-        batch = collate(store, (store.numbers("eval") or store.numbers("train"))[:_RELOADED_SAMPLES])
+        numbers = store.numbers("eval") or store.numbers("train")
+        some = [numbers[i] for i in plan_batches(store.lengths(numbers), _RELOADED_TOKENS)[0]]
+        batch = collate(store, some).to(torch.device("cpu"))  # decodes what is stored in float8
         embed_VH = load_target_weights(target).embed_VH
         steps, bound = config.train.ttt_steps, options.max_logit_error
         checks.append(logits_check(folder, draft, target, embed_VH, batch, steps, bound))

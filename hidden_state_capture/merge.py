@@ -137,6 +137,6 @@ def _outputs(stores: list[HiddenStateStore], shards: list[dict[str, Any]]) -> di
     merged = [
         {"folder": s.folder.name, "manifest_sha256": manifest_hash(s.folder), "samples": len(s.index)} for s in stores
     ]
-    rejected = [r for s in stores for r in s.manifest["rejected"]]
+    left_out = {key: [r for s in stores for r in s.manifest.get(key, [])] for key in ("rejected", "too_long")}
     shared = {k: stores[0].manifest[k] for k in _SHARED}
-    return {**shared, "shards": shards, "rejected": rejected, "merged_from": merged}
+    return {**shared, "shards": shards, **left_out, "merged_from": merged}

@@ -6,6 +6,7 @@
    whole sequences hide errors (the first token's activation is huge), so the median over tokens is judged.
 """
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from draftsmith.core.config import Config, ProbeConfig
 from draftsmith.core.engine import engine_dtype
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import say
-from draftsmith.core.samples import Sample
+from draftsmith.core.samples import Sample, iter_samples
 from draftsmith.core.target import Target, weight_bytes
 from draftsmith.core.target_weights import NORM_FORMS, NormForm, TargetWeights, load_target_weights
+
+_DRAWN_FROM = 1024  # samples are read in file order, and there may be millions
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class Probe:
     state_errors: dict[int, float] | None
 
 
-def choose_probe(config: ProbeConfig, samples: list[Sample]) -> list[Sample]:
-    """Beginnings of some samples, every token's last state kept."""
-    step = max(1, len(samples) // config.samples)
-    chosen = samples[::step][: config.samples]
-    cut = [s.input_ids[: config.max_tokens] for s in chosen]
+def choose_probe(config: ProbeConfig, folder: Path) -> list[Sample]:
+    """Beginnings of some of the first samples of `folder`, every token's last state kept."""
+    first = list(itertools.islice(iter_samples(folder), _DRAWN_FROM))
+    step = max(1, len(first) // config.samples)
+    cut = [s.input_ids[: config.max_tokens] for s in first[::step][: config.samples]]
     # A span over everything from the second token on keeps the last state of every row but the final one.
     return [Sample(f"probe-{i}", ids, [(1, len(ids))], "probe", "length", "train") for i, ids in enumerate(cut)]
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from draftsmith.core.atomic import write_json
+from draftsmith.core.atomic import remove_leftovers, write_json
 from draftsmith.core.config import Config
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.lineage import check_upstream
@@ -31,7 +31,8 @@ from draftsmith.core.store import shard_name
 from draftsmith.core.target import Target, resolve_target
 from draftsmith.data.batching import spool_plan
 from draftsmith.hidden_state_capture.driver import capture_spool
-from draftsmith.hidden_state_capture.writer import committed_shards
+from draftsmith.hidden_state_capture.shard import committed_shards
+from draftsmith.hidden_state_capture.writer import FAILURE
 
 Prefill = Callable[[Config, Target, list[int], TrainSamples, "ShardQueue"], None]
 
@@ -60,7 +61,7 @@ def feed_training(config: Config, prefill: Prefill = capture_spool) -> None:
     write_json(folder / f"{CAPTURE}.json", {"inputs": inputs})
     with held(folder, CAPTURE):
         trainer = Trainer(folder)
-        samples = TrainSamples(run.samples)
+        samples = TrainSamples(run.samples, states["longest"])
         plan = spool_plan(samples, config, states, trainer.world_size)
         origin = made_from(inputs, trainer.world_size)
         todo = shards_to_make(folder, plan, origin, trainer.steps_done())
@@ -118,6 +119,8 @@ def shards_to_make(folder: Path, plan: SpoolPlan, origin: str, step: int) -> lis
         origin: fingerprint of the shards that fit (see `made_from`).
         step: the training goes on from this optimizer step.
     """
+    remove_leftovers(folder)
+    (folder / FAILURE).unlink(missing_ok=True)
     if step >= len(plan.steps):
         return []
     whole = {

@@ -1,59 +1,94 @@
 """Writes the spool's shards: each whole, whatever the order in which the engine finishes its samples."""
 
+import json
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.core.atomic import write_json
+from torch import Tensor
+
+from draftsmith.core.atomic import write_text
 from draftsmith.core.store import shard_name
-from draftsmith.hidden_state_capture.writer import (
-    SampleStates,
-    ShardWriter,
-    split_states,
-    stored,
-    unusable,
-    write_shard,
-)
+from draftsmith.hidden_state_capture.gather import SampleRows
+from draftsmith.hidden_state_capture.shard import OpenShard, Tail
+from draftsmith.hidden_state_capture.writer import Lane, ShardWriter, WriterConfig
+
+
+@dataclass
+class _Coming:
+    """A shard whose samples are coming."""
+
+    shard: OpenShard | None = None
+    there: int = 0
+    rejected: list[dict[str, str]] = field(default_factory=list)
 
 
 class SpoolWriter(ShardWriter):
-    """Puts every sample into the shard that its slot names, and writes that when its last sample has come.
+    """Puts every sample into the shard that its slot names, and commits that when its last sample has come.
 
     A slot is {shard, samples, steps, made_from}: the shard's number, how many samples it has, and what its sidecar says
-    besides.
+    besides. Every thread adds to any shard.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int, pending_bytes: int, storage: str = "bf16") -> None:
-        self._coming: dict[int, list[dict[str, Any]]] = {}
-        super().__init__(folder, shard_bytes, pending_bytes, storage)
+    def __init__(self, folder: Path, config: WriterConfig) -> None:
+        self._coming: dict[int, _Coming] = {}
+        self._lock = threading.Lock()
+        super().__init__(folder, config)
 
-    def _add(self, sample: SampleStates) -> None:
-        slot = sample.slot
-        if slot is None:  # the probe
-            super()._add(sample)
-            return
-        sample.ready()
-        tensors = split_states(sample)
-        reason = unusable(tensors)
-        coming = self._coming.setdefault(slot["shard"], [])
-        found = {"reason": reason} if reason else stored(tensors, self.storage)
-        coming.append({"sample_id": sample.sample_id, **found})
-        if len(coming) == slot["samples"]:
-            self._write(slot, self._coming.pop(slot["shard"]))
-        self.written += 1
+    def _keep(self, lane: Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
+        coming = self._of(sample)
+        with self._lock:
+            if coming.shard is None:
+                coming.shard = OpenShard(self.folder, self._slot(sample)["shard"], Tail())
+        coming.shard.add(sample, tensors)
+        self._count(sample, coming)
 
-    def _write(self, slot: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        usable = [sample for sample in samples if "reason" not in sample]
-        rejected = [sample for sample in samples if "reason" in sample]
-        self.rejected += rejected
-        more = {"steps": slot["steps"], "made_from": slot["made_from"], "rejected": rejected}
-        path = self.folder / shard_name(slot["shard"])
-        if usable:
-            write_shard(path, usable, **more)
+    def _reject(self, sample: SampleRows, entry: dict[str, str]) -> None:
+        coming = self._of(sample)
+        with self._lock:
+            coming.rejected.append(entry)
+            self.rejected.append(entry)
+        self._count(sample, coming)
+
+    def _of(self, sample: SampleRows) -> _Coming:
+        with self._lock:
+            return self._coming.setdefault(self._slot(sample)["shard"], _Coming())
+
+    def _count(self, sample: SampleRows, coming: _Coming) -> None:
+        """Commit the shard if this was its last sample."""
+        slot = self._slot(sample)
+        with self._lock:
+            coming.there += 1
+            if coming.there < slot["samples"]:
+                return
+            del self._coming[slot["shard"]]
+        more = {"steps": slot["steps"], "made_from": slot["made_from"], "rejected": coming.rejected}
+        if coming.shard:
+            coming.shard.seal(**more)
         else:
-            write_json(path.with_suffix(".json"), {"shard": {"file": path.name, "bytes": 0}, "rows": [], **more})
+            path = self.folder / shard_name(slot["shard"])
+            nothing = {"shard": {"file": path.name, "bytes": 0}, "rows": [], **more}
+            write_text(path.with_suffix(".json"), json.dumps(nothing))
 
-    def _seal(self) -> None:
-        """A shard is written when it is whole, and at the end all must be."""
+    def _slot(self, sample: SampleRows) -> dict[str, Any]:
+        assert sample.slot is not None
+        return sample.slot
+
+    def flush(self) -> None:
+        """Wait until everything queued is on disk.
+
+        Raises:
+            RuntimeError: the writer failed, or some shards lack samples.
+        """
+        super().flush()
         if self._coming:
-            missing = {number: len(samples) for number, samples in self._coming.items()}
+            missing = {number: coming.there for number, coming in self._coming.items()}
             raise RuntimeError(f"of these shards, only so many samples have come from the engine: {missing}")
+
+    def _drop(self, lane: Lane) -> None:
+        with self._lock:
+            for coming in self._coming.values():
+                if coming.shard:
+                    coming.shard.give_room()
+            self._coming.clear()

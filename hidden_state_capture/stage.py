@@ -1,36 +1,42 @@
 """`capture`: samples -> hidden states of the target, in `hidden_states/`."""
 
 import json
-from itertools import islice
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from draftsmith.core.atomic import write_atomic, write_json
+from draftsmith.core.atomic import write_json
 from draftsmith.core.config import Config
 from draftsmith.core.damage import reading
-from draftsmith.core.engine import engine_dtype, in_engine_process, require_vllm
+from draftsmith.core.engine import engine_dtype, require_vllm
 from draftsmith.core.errors import StageFailed
-from draftsmith.core.manifest import (
-    check_inputs,
-    manifest_hash,
-    read_manifest,
-    require_manifest,
-    write_manifest,
-)
+from draftsmith.core.manifest import check_inputs, manifest_hash, read_manifest, require_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
-from draftsmith.core.samples import Sample, iter_samples, read_samples
-from draftsmith.core.store import INDEX, INDEX_SCHEMA, INPUTS, PROBE
+from draftsmith.core.store import INPUTS, part_name
 from draftsmith.core.target import Target, resolve_layer_ids, resolve_target
-from draftsmith.hidden_state_capture.driver import capture_samples
-from draftsmith.hidden_state_capture.writer import committed_shards
+from draftsmith.hidden_state_capture.driver import Job
+from draftsmith.hidden_state_capture.finish import Captured, check_rejected, clear_progress, finish
+from draftsmith.hidden_state_capture.local import capture_locally
+from draftsmith.hidden_state_capture.on_ray import capture_on_ray
+from draftsmith.hidden_state_capture.served import capture_served, wait_quiet
+from draftsmith.hidden_state_capture.shard import (
+    committed_shards,
+    next_number,
+    rejected_samples,
+    remove_uncommitted,
+)
+from draftsmith.hidden_state_capture.todo import Head, read_heads, shares, store_bytes, too_long
+from draftsmith.hidden_state_capture.writer import FAILURE
 
 
-def capture(config: Config) -> None:
+def capture(config: Config, part: tuple[int, int] | None = None) -> None:
     """Capture the hidden states of every sample; continues where a killed run stopped.
+
+    Args:
+        config: of the run.
+        part: (index, of): only this share of the samples, into a store of its own beside `hidden_states/`.
 
     Raises:
         UserError: there are no samples, layer ids are out of range, or the run has other states.
@@ -40,25 +46,25 @@ def capture(config: Config) -> None:
     target = resolve_target(config.target)
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
     require_manifest(run.samples, "prepare", "capture")
-    folder = run.hidden_states
+    folder = run.root / part_name(*part) if part else run.hidden_states
     inputs = capture_inputs(config, target, layer_ids, run)
     if manifest := read_manifest(folder):
         check_inputs(folder, manifest, inputs)
+        clear_progress(folder)
         say(f"hidden states: {sum(s['samples'] for s in manifest['shards'])} samples (already there)")
         return
-    require_vllm("capture")
-    run.open(config)
+    if not config.capture.server:
+        require_vllm("capture")
+    if not part:  # several hosts may be at work in the run's folder
+        run.open(config)
     folder.mkdir(exist_ok=True)
     _continue_only_alike(folder, inputs)
-    samples = samples_to_store(config)
-    done = {row["sample_id"] for shard in committed_shards(folder) for row in shard["rows"]}
-    missing = [s for s in samples if s.sample_id not in done]
-    if done:
-        say(f"hidden states: {len(done)} samples of an earlier run are on disk, {len(missing)} to go")
-    rejected: list[dict[str, str]] = []
-    if missing:
-        rejected = in_engine_process(capture_samples, config, target, layer_ids, samples, missing, folder)
-    _finish(config, target, layer_ids, samples, rejected, inputs)
+    heads = heads_to_store(config)
+    if part:
+        heads = shares(heads, part[1])[part[0]]
+    captured = Captured(config, target, layer_ids, heads, too_long(heads, config, target), inputs, folder, part)
+    _capture_missing(captured, run.samples)
+    finish(captured)
 
 
 def capture_inputs(config: Config, target: Target, layer_ids: list[int], run: RunFolder) -> dict[str, Any]:
@@ -66,19 +72,21 @@ def capture_inputs(config: Config, target: Target, layer_ids: list[int], run: Ru
     return {
         "samples_manifest_sha256": manifest_hash(run.samples),
         "target": target.fingerprint(config.target),
+        # `auto` is another dtype on another machine: states of both must not lie in one store.
+        "engine_dtype": engine_dtype(config.target),
         "layer_ids": layer_ids,
         "storage": config.capture.storage,
         **({"mode": "spool"} if config.capture.mode == "spool" else {}),
     }
 
 
-def samples_to_store(config: Config) -> list[Sample]:
+def heads_to_store(config: Config) -> list[Head]:
     """All samples; in spool mode those that are needed once training is done."""
-    folder = RunFolder.of(config).samples
+    heads = read_heads(RunFolder.of(config).samples)
     if config.capture.mode == "store":
-        return read_samples(folder)
+        return heads
     # Where none are held out, the export is proven on some of the others.
-    return read_samples(folder, "eval") or list(islice(iter_samples(folder), config.capture.probe.samples))
+    return [h for h in heads if h.split == "eval"] or heads[: config.capture.probe.samples]
 
 
 def _continue_only_alike(folder: Path, inputs: dict[str, Any]) -> None:
@@ -92,68 +100,70 @@ def _continue_only_alike(folder: Path, inputs: dict[str, Any]) -> None:
         write_json(begun, inputs)
 
 
-def _finish(
-    config: Config,
-    target: Target,
-    layer_ids: list[int],
-    samples: list[Sample],
-    rejected: list[dict[str, str]],
-    inputs: dict[str, Any],
-) -> None:
-    """Judge what was lost, then write the index and, last, the manifest; the sidecars have served."""
-    folder = RunFolder.of(config).hidden_states
-    sidecars = committed_shards(folder)
-    rows = _index_rows(sidecars, samples)
-    if missing := {s.sample_id for s in samples} - {r["sample_id"] for r in rows} - {r["sample_id"] for r in rejected}:
-        raise StageFailed(f"{len(missing)} samples were not captured, e.g. {sorted(missing)[0]}. Run `capture` again.")
-    if len(rejected) > config.capture.max_rejected_share * len(samples):
-        raise StageFailed(
-            f"{len(rejected)} of {len(samples)} samples have unusable states (capture.max_rejected_share is "
-            f"{config.capture.max_rejected_share:.1%}), e.g. {rejected[0]['sample_id']}: {rejected[0]['reason']}."
+def _capture_missing(captured: Captured, samples: Path) -> None:
+    """Run the engines on what is not on disk yet."""
+    folder, config = captured.folder, captured.config
+    (folder / FAILURE).unlink(missing_ok=True)
+    if config.capture.server:
+        wait_quiet(folder, config.capture.seal_after)  # what is not whole yet may be the server's
+    else:
+        remove_uncommitted(folder)
+    check_rejected(captured)
+    missing = _missing(captured)
+    if len(missing) + len(captured.long) < len(captured.heads):
+        done = len(captured.heads) - len(captured.long) - len(missing)
+        say(f"hidden states: {done} samples of an earlier run are on disk, {len(missing)} to go")
+    if captured.long:
+        longest = max(captured.long, key=lambda h: h.tokens)
+        say(
+            f"warning: {len(captured.long)} samples are longer than the target's context and are left out, e.g. "
+            f"{longest.sample_id} with {longest.tokens} tokens"
         )
-    table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
-    write_atomic(folder / INDEX, lambda tmp: pq.write_table(table, tmp))
-    probe = json.loads((folder / PROBE).read_text(encoding="utf-8"))
-    outputs = {
-        "target": {
-            "path": target.path,
-            "local_path": str(target.local_path),
-            "revision": target.revision,
-            "num_layers": target.num_layers,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "dtype": engine_dtype(config.target),
-        },
-        "layer_ids": layer_ids,
-        "layer_id_convention": "vllm: id k is the residual stream after k layers",
-        "last_state": {
-            "layer_id": target.num_layers,
-            "norm": "pre",
-            "norm_form": probe["norm_form"],
-            "eps": probe["eps"],
-        },
-        "storage": config.capture.storage,
-        "mode": config.capture.mode,
-        "shards": [s["shard"] for s in sidecars],
-        "rejected": rejected,
-        "probe": probe,
-    }
-    write_manifest(folder, "capture", inputs, outputs)
-    for leftover in (INPUTS, PROBE, *(Path(s["shard"]["file"]).with_suffix(".json").name for s in sidecars)):
-        (folder / leftover).unlink(missing_ok=True)
-    size = sum(s["shard"]["bytes"] for s in sidecars)
-    say(f"hidden states: {len(rows)} samples, {size / 1e6:,.0f} MB, {len(rejected)} rejected -> {folder}")
+    if not missing:
+        return
+    job = Job(
+        config,
+        captured.target,
+        captured.layer_ids,
+        samples,
+        folder,
+        first=next_number(folder),
+        engines=config.capture.data_parallel,
+        max_rejected=int(config.capture.max_rejected_share * len(captured.heads)) - len(rejected_samples(folder)),
+    )
+    try:
+        _engines(config)(job, missing)
+    except StageFailed as error:
+        raise _with_room(captured, error) from None
 
 
-def _index_rows(sidecars: list[dict[str, Any]], samples: list[Sample]) -> list[dict[str, Any]]:
-    by_id = {s.sample_id: s for s in samples}
-    return [
-        {
-            **row,
-            "shard": number,
-            "split": by_id[row["sample_id"]].split,
-            "source": by_id[row["sample_id"]].source,
-        }
-        for number, sidecar in enumerate(sidecars)
-        for row in sidecar["rows"]
-    ]
+def _engines(config: Config) -> Callable[[Job, Sequence[Head]], None]:
+    if config.capture.server:
+        return capture_served
+    return capture_on_ray if config.capture.launcher == "ray" else capture_locally
+
+
+def _missing(captured: Captured) -> list[Head]:
+    rows = (row["sample_id"] for shard in committed_shards(captured.folder) for row in shard["rows"])
+    known = {*rows, *(r["sample_id"] for r in rejected_samples(captured.folder)), *(h.sample_id for h in captured.long)}
+    return [h for h in captured.heads if h.sample_id not in known]
+
+
+def _with_room(captured: Captured, error: StageFailed) -> StageFailed:
+    """The error, or what a full disk lacks; whatever is not whole is removed and gives room."""
+    folder = captured.folder
+    failure = folder / FAILURE
+    full = failure.is_file() and json.loads(failure.read_text(encoding="utf-8"))["disk_full"]
+    failure.unlink(missing_ok=True)
+    if not captured.config.capture.server:
+        remove_uncommitted(folder)
+    if not full:
+        return error
+    missing: Sequence[Head] = _missing(captured)
+    layers, hidden = len(captured.layer_ids), captured.target.hidden_size
+    needed = store_bytes(missing, layers, hidden, captured.config.capture.storage)
+    free = shutil.disk_usage(folder).free
+    return StageFailed(
+        f"the disk of {folder} is full: the {len(missing)} samples to go need {needed:,} bytes and {free:,} are free. "
+        "What is captured is kept: make space and run the same command."
+    )

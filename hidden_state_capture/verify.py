@@ -23,7 +23,7 @@ from draftsmith.core.manifest import manifest_hash, read_manifest, require_manif
 from draftsmith.core.progress import meter
 from draftsmith.core.samples import iter_samples
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
-from draftsmith.hidden_state_capture.writer import sample_sha256
+from draftsmith.hidden_state_capture.shard import sample_sha256
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,10 @@ def _missing(
 ) -> Iterator[Fault]:
     left_out = {r["sample_id"] for key in ("rejected", "too_long") for r in manifest.get(key, [])}
     known = {row["sample_id"] for row in index} | left_out
-    # In spool mode the store has the held-out samples, and training none of its own.
-    for sample_id in wanted or () if manifest.get("mode") != "spool" else ():
+    # A part of a capture has its share of the samples, and in spool mode a store has the held-out ones.
+    if manifest.get("part") or manifest.get("mode") == "spool":
+        return
+    for sample_id in wanted or ():
         if sample_id not in known:
             yield Fault("not in the store", sample_id=sample_id, missing=True)
 

@@ -16,13 +16,10 @@ class CaptureWorker:
         writer.check()
         return writer.written
 
-    def draftsmith_flush(self) -> list[dict[str, str]]:
-        """Put everything on disk; the rejected samples, each with its reason."""
-        writer = _connector().writer
-        if writer is None:
-            return []
-        writer.flush()
-        return writer.rejected
+    def draftsmith_flush(self) -> None:
+        """Put everything on disk."""
+        if writer := _connector().writer:
+            writer.flush()
 
 
 def _connector() -> HiddenStatesConnector:

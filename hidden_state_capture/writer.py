@@ -1,16 +1,18 @@
-"""Packs samples into shards on a thread of its own; a shard is on disk whole, with its index rows, or not at all.
+"""Packs samples into shards on threads of its own; a shard is on disk whole, with its index rows, or not at all.
 
-A shard is committed by its sidecar `shard-NNNNN.json` (index rows and checksum), written after the shard itself.
-After a kill, shards with a sidecar are kept and their samples are not captured again; anything else is removed.
+Every thread fills a shard of its own (`shard.py`), so hashing and writing run side by side: one thread hashes and
+writes about half a gigabyte a second. Threads beyond the first start only when batches pile up.
 """
 
-import hashlib
+import errno
+import itertools
 import json
 import queue
-import re
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,51 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.core.atomic import remove_leftovers, sha256_file, write_atomic, write_json
-from draftsmith.core.damage import reading
-from draftsmith.core.fp8_states import encode
-from draftsmith.core.manifest import MANIFEST
-from draftsmith.core.store import LAST_TENSORS, TOKEN_TENSORS, shard_name
+from draftsmith.core.atomic import write_atomic, write_text
+from draftsmith.hidden_state_capture.gather import Batch, SampleRows, store_rows
+from draftsmith.hidden_state_capture.shard import OpenShard, Tail
+
+# Why the writer failed, for whoever drives an engine that died of it.
+FAILURE = "failure.json"
+# What the connector was told and found, for a driver that did not start its engine.
+CONNECTOR = "connector.json"
+_TRIES, _WAIT = 20, 0.05  # of leaving the reason on a full disk; seconds
+
+
+@dataclass(frozen=True)
+class WriterConfig:
+    """How a writer writes.
+
+    Attributes:
+        shard_bytes: shards are sealed when they reach this size.
+        pending_bytes: bytes in flight before `put` waits.
+        storage: `capture.storage`.
+        threads: at most so many shards are filled at once.
+        first, step: its shards are numbered first, first + step, ...: several writers fill one folder.
+        max_rejected: more rejected samples than this stop the run.
+        seal_after: seconds without a sample after which open shards are sealed; None: only `flush` does.
+    """
+
+    shard_bytes: int
+    pending_bytes: int
+    storage: str = "bf16"
+    threads: int = 1
+    first: int = 0
+    step: int = 1
+    max_rejected: int | None = None
+    seal_after: float | None = None
 
 
 @dataclass
 class SampleStates:
-    """One captured sample, on its way to the disk.
+    """One sample whose states are on the host already.
 
     Attributes:
         sample_id: whose states these are.
         input_ids: T token ids.
         loss_spans: [start, end) of every reply.
-        states_TLH: [T, A + 1, H] on the host, the last column being the state before the final norm.
-        ready: blocks until `states_TLH` has been filled (a device copy may still be running).
+        states_TSH: [T, A + 1, H], the last column being the state before the final norm.
+        ready: blocks until `states_TSH` has been filled.
         save_to: write this sample alone to a file instead of into a shard (the probe).
         slot: its place in a spool (see `SpoolWriter`).
     """
@@ -42,54 +72,81 @@ class SampleStates:
     sample_id: str
     input_ids: list[int]
     loss_spans: list[list[int]]
-    states_TLH: Tensor
+    states_TSH: Tensor
     ready: Callable[[], object]
     save_to: str | None = None
     slot: dict[str, Any] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory it holds."""
-        return self.states_TLH.nbytes
+    def batch(self, storage: str) -> Batch:
+        """As a batch of one."""
+        rows = SampleRows.of(self.sample_id, self.input_ids, self.loss_spans, self.save_to, self.slot)
+
+        def collect() -> dict[str, Tensor]:
+            self.ready()
+            tokens = len(self.states_TSH)
+            if tokens != len(self.input_ids):
+                raise RuntimeError(f"sample {self.sample_id}: {tokens} state rows for {len(self.input_ids)} tokens")
+            kind = "bf16" if self.save_to else storage
+            return store_rows(self.states_TSH[None], torch.arange(tokens), torch.from_numpy(rows.last_rows_M), kind)
+
+        return Batch([rows], self.states_TSH.nbytes, collect, bool)
+
+
+@dataclass
+class _Flush:
+    """Met by every thread and by whoever waits for them."""
+
+    barrier: threading.Barrier
+
+
+@dataclass
+class Lane:
+    """What one thread is filling."""
+
+    shard: OpenShard | None = None
+    lasts: Tail = field(default_factory=Tail)
 
 
 class ShardWriter:
-    """Thread-safe for one producer: `put` until done, then `flush`."""
+    """One producer: `put` until done, then `flush`."""
 
-    def __init__(self, folder: Path, shard_bytes: int, pending_bytes: int, storage: str = "bf16") -> None:
-        self.folder, self.shard_bytes, self.pending_bytes, self.storage = folder, shard_bytes, pending_bytes, storage
+    def __init__(self, folder: Path, config: WriterConfig) -> None:
+        self.folder, self.config = folder, config
         folder.mkdir(parents=True, exist_ok=True)
-        remove_uncommitted(folder)
         self.written = 0
         self.rejected: list[dict[str, str]] = []
-        self._next_shard = next_shard(folder)
-        self._open: list[dict[str, Any]] = []
-        self._open_bytes = 0
-        self._queue: queue.Queue[SampleStates | threading.Event] = queue.Queue()
+        self._numbers = itertools.count(config.first, config.step)
+        self._queue: queue.Queue[Batch | _Flush] = queue.Queue()
+        self._threads: list[threading.Thread] = []
+        self._lanes: list[Lane] = []
         self._pending = 0
-        self._room = threading.Condition()
+        self._change = threading.Condition()
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="draftsmith-shard-writer", daemon=True).start()
+        self._start_thread()
 
-    def put(self, sample: SampleStates) -> None:
-        """Queue a sample; waits while `pending_bytes` are in flight.
+    def put(self, given: Batch | SampleStates) -> None:
+        """Queue samples; waits while `pending_bytes` are in flight.
 
         Raises:
             RuntimeError: the writer has failed; the message is its reason.
         """
-        with self._room:
-            self._room.wait_for(
-                lambda: self._error or self._pending == 0 or self._pending + sample.nbytes <= self.pending_bytes
+        batch = given if isinstance(given, Batch) else given.batch(self.config.storage)
+        with self._change:
+            self._change.wait_for(
+                lambda: self._error or self._pending == 0 or self._pending + batch.nbytes <= self.config.pending_bytes
             )
             self.check()
-            self._pending += sample.nbytes
-        self._queue.put(sample)
+            self._pending += batch.nbytes
+        self._queue.put(batch)
+        if self._queue.qsize() > len(self._threads) and len(self._threads) < self.config.threads:
+            self._start_thread()
 
     def flush(self) -> None:
-        """Wait until everything queued is on disk, the open shard included."""
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait()
+        """Wait until everything queued is on disk, the open shards included."""
+        flush = _Flush(threading.Barrier(len(self._threads) + 1))
+        for _ in self._threads:
+            self._queue.put(flush)
+        flush.barrier.wait()
         self.check()
 
     def check(self) -> None:
@@ -97,146 +154,124 @@ class ShardWriter:
         if self._error is not None:
             raise RuntimeError(f"hidden-state writer: {self._error}") from self._error
 
+    def _start_thread(self) -> None:
+        name = f"draftsmith-writer-{len(self._threads)}"
+        self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+        self._threads[-1].start()
+
     def _run(self) -> None:
+        lane = Lane()
+        self._lanes.append(lane)
         while True:
-            item = self._queue.get()
             try:
-                if self._error is None:
-                    self._seal() if isinstance(item, threading.Event) else self._add(item)
-            except BaseException as error:  # kept for the producer: an error in this thread must stop the run
-                self._fail(error)
-            if isinstance(item, threading.Event):
-                item.set()
+                item = self._queue.get(timeout=self.config.seal_after)
+            except queue.Empty:
+                self._guarded(lane, lambda: self._seal(lane))
                 continue
-            with self._room:
+            if isinstance(item, _Flush):
+                self._guarded(lane, lambda: self._seal(lane))
+                item.barrier.wait()
+                continue
+            self._guarded(lane, lambda item=item: self._add(lane, item))  # type: ignore[misc]
+            item.release()
+            with self._change:
                 self._pending -= item.nbytes
-                self._room.notify_all()
+                self._change.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
-        with self._room:
-            self._error = error
-            self._room.notify_all()
+    def _guarded(self, lane: Lane, work: Callable[[], None]) -> None:
+        """Do it unless the writer has failed; an error here must stop the run, so it is kept for the producer."""
+        if self._error is None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = self._error or error
+                self._drop(lane)
+                self._tell(error)
+        if self._error is not None:
+            self._drop(lane)
 
-    def _add(self, sample: SampleStates) -> None:
-        sample.ready()
-        tensors = split_states(sample)
+    def _tell(self, error: BaseException) -> None:
+        """Leave the reason in a file, for those who only see the engine die; `check` raises it too."""
+        with self._change:
+            self._change.notify_all()
+        disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        text = json.dumps({"reason": str(error), "disk_full": disk_full})
+        for _ in range(_TRIES):  # another thread may just have filled what was freed
+            for lane in self._lanes:
+                if shard := lane.shard:
+                    shard.give_room()
+            with suppress(OSError):
+                write_text(self.folder / FAILURE, text)
+                return
+            time.sleep(_WAIT)
+
+    def _drop(self, lane: Lane) -> None:
+        if lane.shard is not None:
+            lane.shard.discard()
+            lane.shard = None
+
+    def _add(self, lane: Lane, batch: Batch) -> None:
+        tensors = batch.collect()
+        start = last_start = 0
+        for sample in batch.samples:
+            end, last_end = start + len(sample.input_ids_T), last_start + len(sample.last_rows_M)
+            mine = {
+                name: tensor[last_start:last_end] if name.startswith("last") else tensor[start:end]
+                for name, tensor in tensors.items()
+            }
+            self._add_one(lane, sample, mine)
+            start, last_start = end, last_end
+
+    def _add_one(self, lane: Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
+        reason = unusable(tensors.pop("aux_peaks"), tensors.pop("last_peaks"))
         if sample.save_to:
-            write_atomic(Path(sample.save_to), lambda tmp: save_file(tensors, tmp))
-        elif reason := unusable(tensors):
-            self.rejected.append({"sample_id": sample.sample_id, "reason": reason})
+            alone = tensors | sample_tensors(sample)
+            write_atomic(Path(sample.save_to), lambda tmp: save_file(alone, tmp))
+        elif reason:
+            self._reject(sample, {"sample_id": sample.sample_id, "reason": reason})
         else:
-            tensors = stored(tensors, self.storage)
-            self._open.append({"sample_id": sample.sample_id, **tensors})
-            self._open_bytes += sum(t.nbytes for t in tensors.values())
-            if self._open_bytes >= self.shard_bytes:
-                self._seal()
-        self.written += 1
+            self._keep(lane, sample, tensors)
+        with self._change:
+            self.written += 1
 
-    def _seal(self) -> None:
-        if not self._open:
-            return
-        write_shard(self.folder / shard_name(self._next_shard), self._open)
-        self._open, self._open_bytes = [], 0
-        self._next_shard += 1
+    def _keep(self, lane: Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
+        if lane.shard is None:
+            lane.shard = OpenShard(self.folder, next(self._numbers), lane.lasts)
+        lane.shard.add(sample, tensors)
+        if lane.shard.nbytes >= self.config.shard_bytes:
+            self._seal(lane)
+
+    def _reject(self, sample: SampleRows, entry: dict[str, str]) -> None:
+        """Remember it on disk at once: a run that goes on after a kill must neither forget nor repeat it."""
+        number = next(self._numbers)
+        write_text(self.folder / f"rejected-{number:05d}.json", json.dumps([entry]))
+        self.rejected.append(entry)
+        limit = self.config.max_rejected
+        if limit is not None and len(self.rejected) > limit:
+            raise RuntimeError(
+                f"{len(self.rejected)} samples have unusable states, e.g. {entry['sample_id']}: {entry['reason']}; "
+                f"capture.max_rejected_share allows {limit}"
+            )
+
+    def _seal(self, lane: Lane) -> None:
+        if lane.shard is not None:
+            lane.shard.seal()
+            lane.shard = None
 
 
-def write_shard(path: Path, samples: list[dict[str, Any]], **more: Any) -> None:
-    """Write samples into one shard and then, as its sidecar, the index rows and `more`."""
-    rows, tensors = pack(samples)
-    write_atomic(path, lambda tmp: save_file(tensors, tmp))
-    shard = {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
-    shard |= {"samples": len(rows), "tokens": int(tensors["input_ids"].numel())}
-    write_json(path.with_suffix(".json"), {"shard": shard, "rows": rows, **more})
-
-
-def split_states(sample: SampleStates) -> dict[str, Tensor]:
-    """One sample in the store's tensors; `last_rows` count from its own first row."""
-    ids = torch.tensor(sample.input_ids, dtype=torch.int32)
-    states = sample.states_TLH.to(torch.bfloat16)
-    if states.shape[0] != len(ids):
-        raise RuntimeError(f"sample {sample.sample_id}: {states.shape[0]} state rows for {len(ids)} tokens")
-    mask = torch.zeros(len(ids), dtype=torch.uint8)
-    for start, end in sample.loss_spans:
-        mask[start:end] = 1
-    rows = mask[1:].nonzero().squeeze(1)
+def sample_tensors(sample: SampleRows) -> dict[str, Tensor]:
+    """What the store holds of a sample beside its states; `last_rows` count from its own first row."""
     return {
-        "input_ids": ids,
-        "loss_mask": mask,
-        "aux_states": states[:, :-1].contiguous(),
-        "last_states": states[rows, -1].contiguous(),
-        "last_rows": rows.to(torch.int32),
+        "input_ids": torch.from_numpy(sample.input_ids_T),
+        "loss_mask": torch.from_numpy(sample.loss_mask_T),
+        "last_rows": torch.from_numpy(sample.last_rows_M).to(torch.int32),
     }
 
 
-def unusable(tensors: dict[str, Tensor]) -> str | None:
+def unusable(aux_peaks_TA: Tensor, last_peaks_M: Tensor) -> str | None:
     """Why the states cannot be used: non-finite, or a layer that is zero throughout."""
-    aux, last = tensors["aux_states"], tensors["last_states"]
-    if not (torch.isfinite(aux).all() and torch.isfinite(last).all()):
+    if not (torch.isfinite(aux_peaks_TA).all() and torch.isfinite(last_peaks_M).all()):
         return "non-finite states"
-    if bool((aux == 0).all(dim=(0, 2)).any()) or (last.numel() > 0 and not last.any()):
+    if bool((aux_peaks_TA == 0).all(dim=0).any()) or (last_peaks_M.numel() > 0 and not last_peaks_M.any()):
         return "a layer is all zero"
     return None
-
-
-def stored(tensors: dict[str, Tensor], storage: str) -> dict[str, Tensor]:
-    """A sample's tensors as they lie on disk."""
-    if storage == "bf16":
-        return tensors
-    aux, aux_scales = encode(tensors["aux_states"])
-    last, last_scales = encode(tensors["last_states"])
-    coded = {"aux_states": aux, "aux_scales": aux_scales, "last_states": last, "last_scales": last_scales}
-    return {**tensors, **coded}
-
-
-def pack(samples: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Concatenate samples into one shard's tensors, with an index row each."""
-    rows, start, last_start, last_rows = [], 0, 0, []
-    for number, s in enumerate(samples):
-        length, last_length = len(s["input_ids"]), len(s["last_rows"])
-        rows.append(
-            {
-                "sample_id": s["sample_id"], "row": number, "start": start, "length": length,
-                "last_start": last_start, "last_length": last_length,
-                "supervised_tokens": int(s["loss_mask"].sum()), "sha256": sample_sha256(s),
-            }
-        )  # fmt: skip
-        last_rows.append(s["last_rows"] + start)
-        start, last_start = start + length, last_start + last_length
-    names = [name for name in (*TOKEN_TENSORS, *LAST_TENSORS) if name in samples[0]]
-    tensors = {name: torch.cat([s[name] for s in samples]) for name in names}
-    tensors["last_rows"] = torch.cat(last_rows)
-    tensors["sample_offsets"] = torch.tensor([r["start"] for r in rows] + [start], dtype=torch.int64)
-    return rows, tensors
-
-
-def sample_sha256(tensors: dict[str, Any]) -> str:
-    """Hex SHA-256 of a sample's tensors as they lie on disk; `last_rows` follow from its loss_mask."""
-    digest = hashlib.sha256()
-    for name in (*TOKEN_TENSORS, *LAST_TENSORS):
-        if name in tensors:
-            digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def committed_shards(folder: Path) -> list[dict[str, Any]]:
-    """Sidecars of the shards that are whole, in order."""
-    sidecars = []
-    for path in sorted(folder.glob("shard-*.json")):
-        with reading(path, "Run `draftsmith capture --fresh`."):
-            sidecars.append(json.loads(path.read_text(encoding="utf-8")))
-    return sidecars
-
-
-def next_shard(folder: Path) -> int:
-    """Number of the next shard: past the highest there is, since `store repair` leaves gaps."""
-    taken = [int(m[1]) for s in committed_shards(folder) if (m := re.match(r"shard-(\d+)", s["shard"]["file"]))]
-    return max(taken, default=-1) + 1
-
-
-def remove_uncommitted(folder: Path) -> None:
-    """Delete what a kill left beside the whole shards; only before a writer starts, and never in a finished store."""
-    assert not (folder / MANIFEST).exists()
-    remove_leftovers(folder)
-    kept = {s["shard"]["file"] for s in committed_shards(folder)}
-    for orphan in (p for p in folder.glob("shard-*.safetensors") if p.name not in kept):
-        orphan.unlink()

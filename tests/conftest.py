@@ -174,7 +174,9 @@ def _built_run(
 ) -> Path:
     """A folder with `prompts.jsonl` and `runs/test`, prepared and captured; copied for every test that uses it."""
     from draftsmith.data.stage import prepare_inputs
-    from draftsmith.hidden_state_capture.stage import _finish, capture_inputs
+    from draftsmith.hidden_state_capture.finish import Captured, finish
+    from draftsmith.hidden_state_capture.stage import capture_inputs
+    from draftsmith.hidden_state_capture.todo import Head
 
     folder = tmp_path_factory.mktemp("built")
     source = folder / "prompts.jsonl"
@@ -185,7 +187,8 @@ def _built_run(
     _write_samples(config, run, synthetic_samples, prepare_inputs(config, target))
     _write_states(config, run, synthetic_samples, random_states)
     layer_ids = resolve_layer_ids(config.capture, LAYERS)
-    _finish(config, target, layer_ids, synthetic_samples, [], capture_inputs(config, target, layer_ids, run))
+    heads, inputs = [Head.of(s) for s in synthetic_samples], capture_inputs(config, target, layer_ids, run)
+    finish(Captured(config, target, layer_ids, heads, [], inputs, run.hidden_states))
     return folder
 
 
@@ -208,9 +211,9 @@ def _write_samples(config: Config, run: RunFolder, samples: list[Sample], inputs
 
 def _write_states(config: Config, run: RunFolder, samples: list[Sample], states: Callable[..., torch.Tensor]) -> None:
     from draftsmith.core.atomic import write_json
-    from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter
+    from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, WriterConfig
 
-    writer = ShardWriter(run.hidden_states, config.capture.shard_bytes, config.capture.pending_bytes)
+    writer = ShardWriter(run.hidden_states, WriterConfig(config.capture.shard_bytes, config.capture.pending_bytes))
     for i, s in enumerate(samples):
         spans = [list(span) for span in s.loss_spans]
         writer.put(SampleStates(s.sample_id, s.input_ids, spans, states(len(s.input_ids), i), ready=bool))

@@ -27,7 +27,7 @@ from draftsmith.core.spool import folder_bytes, is_alive
 from draftsmith.core.target import resolve_target
 from draftsmith.hidden_state_capture.spool import ShardQueue, feed_training
 from draftsmith.hidden_state_capture.spool_writer import SpoolWriter
-from draftsmith.hidden_state_capture.writer import SampleStates
+from draftsmith.hidden_state_capture.writer import SampleStates, WriterConfig
 from draftsmith.train.feed import SpoolFeed
 from draftsmith.train.stage import train
 
@@ -45,7 +45,8 @@ def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..
 
     def capture(config: Config, target: Any, layer_ids: list[int], samples: Any, queue: ShardQueue) -> None:
         sizes = config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage
-        writer = SpoolWriter(RunFolder.of(config).spool, *sizes)
+        writer = SpoolWriter(RunFolder.of(config).spool, WriterConfig(*sizes, threads=2))
+        put = 0
         while queue.wait():
             asked = []
             while (one := queue.take()) is not None:
@@ -59,6 +60,10 @@ def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..
                     states[0] = float("nan")
                 spans = [list(span) for span in sample.loss_spans]
                 writer.put(SampleStates(sample.sample_id, sample.input_ids, spans, states, bool, slot=slot))
+            put += len(asked)
+            while writer.written < put:  # as the driver of an engine settles before it waits for room
+                writer.check()
+                time.sleep(0.001)
         writer.flush()
 
     return capture

@@ -105,7 +105,7 @@ class SpoolFeed(Feed):
         run = RunFolder.of(config)
         self.store, self.folder, self.check = store, run.spool, check
         self.inputs = spool_inputs(config, store.manifest)
-        self._ids = (samples := TrainSamples(run.samples)).ids
+        self._ids = (samples := TrainSamples(run.samples, store.manifest["longest"])).ids
         self._plan = spool_plan(samples, config, store.manifest, world_size)
         self.plan = [shares[rank] for shares in self._plan.steps]
         self._leads, self._session = rank == 0, {"session": uuid.uuid4().hex, "world_size": world_size}

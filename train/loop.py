@@ -99,7 +99,12 @@ class Trainer:
             for step in range(start, self.state.total_steps):
                 assert coming is not None
                 began = time.monotonic()
-                works = coming.result()
+                try:
+                    works = coming.result()
+                except StageFailed:  # a spool's capture has ended: what was learned is kept
+                    if step > start:
+                        save(self)
+                    raise
                 self.feed.waited += time.monotonic() - began
                 if step + 1 < self.state.total_steps:
                     coming = pool.submit(self._works, step + 1)
@@ -118,7 +123,7 @@ class Trainer:
             group["lr"] = learning_rate(config, self.state.step, self.state.total_steps)
         own = torch.stack([supervised_rows(work.batch, config.ttt_steps) for work in works]).sum(0)
         told = accelerator.reduce(torch.cat([own, torch.tensor(asked, dtype=own.dtype)]).to(accelerator.device))
-        rows_J, (end, save_now) = told[:-2], (told[-2:] > 0).tolist()
+        rows_J = told[:-2]
         # Gradients are averaged over ranks, and the loss is a sum over them.
         weights_J = step_weights(rows_J, config.step_decay) * accelerator.num_processes
         parts = []
@@ -136,15 +141,17 @@ class Trainer:
             self._skip([name for work in works for name in work.batch.sample_ids], norm)
         self.optimizer.zero_grad()
         sums = StepSums(*(torch.stack(part).sum(0) for part in zip(*(vars(p).values() for p in parts), strict=True)))
+        end, save_now = (told[-2:] > 0).tolist()
         return sums, rows_J, norm, (end, save_now)
 
     def _backward(self, work: Work, number: int, weights_J: Tensor) -> StepSums:
         """Add a batch's part of the step's gradient."""
         config, accelerator = self.config.train, self.accelerator
-        batch_of_all = self.state.step * config.grad_accum_steps + number
+        # The same number however a step's batches are spread over processes.
+        of_all = (self.state.step * config.grad_accum_steps + number) * accelerator.num_processes
         work = work.to(accelerator.device)
-        noise = (config, self.config.run.seed, batch_of_all, accelerator.process_index)
-        work = replace(work, batch=add_noise(work.batch, *noise))
+        noisy = add_noise(work.batch, config, self.config.run.seed, of_all + accelerator.process_index)
+        work = replace(work, batch=noisy)
         with accelerator.autocast():
             loss, sums = self.module(work, weights_J)
         accelerator.backward(loss)
@@ -189,7 +196,9 @@ class Trainer:
         if not self.held_out:
             return False
         with self.average.in_place() if self.average else nullcontext():
-            length = self._replay()
+            replayed = torch.tensor(self._replay(), dtype=torch.float64, device=self.accelerator.device)
+        # One figure for all ranks: they must agree on whether to save.
+        length = float(self.accelerator.reduce(replayed) / self.accelerator.num_processes)
         before = self.state.best
         if before and length <= before["acceptance_length"]:
             return False

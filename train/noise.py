@@ -13,20 +13,19 @@ from draftsmith.core.batch import Batch
 from draftsmith.core.config_train import TrainConfig
 
 
-def add_noise(batch: Batch, config: TrainConfig, seed: int, step: int, rank: int) -> Batch:
-    """The batch with noise on `aux_TAH`; the same for the same seed, step and rank, so that a resumed run repeats it.
+def add_noise(batch: Batch, config: TrainConfig, seed: int, number: int) -> Batch:
+    """The batch with noise on `aux_TAH`; the same for the same seed and number, so that a resumed run repeats it.
 
     Args:
         batch: on any device; not changed.
         config: `hidden_noise`, a share of the rms of every token's state in every layer, and its kind.
         seed: of the run.
-        step: optimizer step, from 0.
-        rank: of the process.
+        number: of the batch, counted over all steps and ranks.
     """
     if not config.hidden_noise:
         return batch
     aux_TAH = batch.aux_TAH
-    drawn = random.Random(f"{seed}/{step}/{rank}").getrandbits(63)
+    drawn = random.Random(f"{seed}/{number}").getrandbits(63)
     generator = torch.Generator(aux_TAH.device).manual_seed(drawn)
     make = torch.randn if config.hidden_noise_kind == "gaussian" else torch.rand
     noise_TAH = make(aux_TAH.shape, generator=generator, device=aux_TAH.device)

@@ -57,7 +57,8 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     total = len(feed.plan) // config.train.grad_accum_steps
     if not total:
         raise UserError(f"{run.hidden_states} holds no training sample.", "Add prompts, or lower data.eval_share.")
-    state = TrainState(0, total, 0, accelerator.num_processes, inputs)
+    batches_per_step = accelerator.num_processes * config.train.grad_accum_steps
+    state = TrainState(0, total, 0, batches_per_step, inputs)
     checkpoint = _newest(run, state)
     if checkpoint and checkpoint.state["step"] == checkpoint.state["total_steps"]:
         if not read_manifest(run.checkpoints):  # killed between the last checkpoint and this
@@ -88,7 +89,8 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
 
 
 def _write_manifest(run: RunFolder, state: dict[str, Any]) -> None:
-    outputs = {"checkpoint": f"step-{state['step']:07d}", "steps": state["step"], "world_size": state["world_size"]}
+    outputs = {"checkpoint": f"step-{state['step']:07d}", "steps": state["step"]}
+    outputs["batches_per_step"] = state["batches_per_step"]
     write_manifest(run.checkpoints, "train", state["inputs"], outputs)
 
 
@@ -111,10 +113,12 @@ def _newest(run: RunFolder, state: TrainState) -> Checkpoint | None:
     checkpoint = read_checkpoint(done[-1])
     recorded = checkpoint.state
     check_inputs(done[-1], {"stage": "train", "inputs": recorded["inputs"]}, state.inputs)
-    if recorded["world_size"] != state.world_size and recorded["step"] < recorded["total_steps"]:
+    each = recorded["batches_per_step"]
+    if each != state.batches_per_step and recorded["step"] < recorded["total_steps"]:
         raise UserError(
-            f"{done[-1]} was saved by {recorded['world_size']} processes and this is {state.world_size}.",
-            "Go on with the same number, or start again with --fresh.",
+            f"{done[-1]} was trained with {each} batches a step (processes times train.grad_accum_steps), and this has "
+            f"{state.batches_per_step}.",
+            f"Set train.grad_accum_steps to {each} / the number of processes, or start again with --fresh.",
         )
     return checkpoint
 

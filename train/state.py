@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.core.atomic import write_json
-from draftsmith.core.checkpoint import OPTIMIZER, Checkpoint, write_checkpoint
+from draftsmith.core.checkpoint import BEST, OPTIMIZER, Checkpoint, write_checkpoint
 from draftsmith.core.damage import reading
 from draftsmith.core.run import RunFolder
 from draftsmith.core.vocab import load_mapping
 
 if TYPE_CHECKING:
     from draftsmith.train.loop import Trainer
-
-BEST = "best.json"
 
 
 @dataclass
@@ -28,7 +26,7 @@ class TrainState:
         step: optimizer steps done.
         total_steps: of the whole plan.
         skipped_in_a_row: steps not taken for a non-finite gradient, up to now.
-        world_size: processes; another number would make another plan.
+        batches_per_step: of all processes together; how they are spread changes no step.
         inputs: what decides the training (see `train_inputs`).
         skipped: all steps that were not taken.
         best: step and replayed acceptance length of the best evaluation; None before the first one.
@@ -37,7 +35,7 @@ class TrainState:
     step: int
     total_steps: int
     skipped_in_a_row: int
-    world_size: int
+    batches_per_step: int
     inputs: dict[str, Any]
     skipped: int = 0
     best: dict[str, Any] | None = None

@@ -149,10 +149,11 @@ def waits(store: HiddenStateStore, args: argparse.Namespace) -> dict[str, float]
     nothing: Any = None
     trainer = Trainer(config, there, store, nothing, step, nothing, feed, [], nothing, state)
     began = time.perf_counter()
-    for number, work in enumerate(trainer._batches(0)):
+    for number, works in enumerate(trainer._batches(0)):
         if number == args.warmup:
             began, feed.waited = time.perf_counter(), 0.0
-        work_on(work)
+        for work in works:
+            work_on(work.to(there.device))
     seconds = time.perf_counter() - began
     steps = state.total_steps - args.warmup
     return {

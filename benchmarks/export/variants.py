@@ -27,7 +27,8 @@ from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.export.draft import Draft
 from draftsmith.export.layout import draft_tensors, folder_config, write_draft
-from draftsmith.export.served_proof import agreement, observe
+from draftsmith.export.observe import observe
+from draftsmith.export.served_proof import agreement
 from draftsmith.export.verify import contract_check, model_of
 
 PROMPTS, LENGTHS, VOCAB = 4, (20, 61), 1024
@@ -52,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own attention": {"num_heads": 12, "num_kv_heads": 12, "head_dim": 32},
     "sliding window": {"sliding_window": 16},
     "llama3 rope": {"rope": LLAMA3},
+    "llama3 rope, speculators": {"rope": LLAMA3, "format": "speculators"},
     "yarn rope": {"rope": YARN},
     "partial rotary": {"partial_rotary_factor": 0.5},
 }  # fmt: skip

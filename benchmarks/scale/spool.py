@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,9 @@ def measure(config: Config, file: Path, processes: int, seconds: float) -> dict[
             time.sleep(0.02)
         code = process.poll()
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # training saves, and ends with its capture
+        process.wait(300)
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines() if line.endswith("}")]
     rows = [r for r in rows if "data_wait_seconds" in r]
     return {

@@ -354,7 +354,7 @@ def test_a_draft_for_another_target(draft_folder, make_config):
         read_draft_folder(folder, resolve_target(make_config().target))
 
 
-# ---- silent traps of vLLM --------------------------------------------------------------------------------------------
+# ---- silent traps of vLLM (X1, X2, X4, X5) ---------------------------------------------------------------------------
 
 
 def drop(*names):

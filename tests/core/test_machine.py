@@ -51,6 +51,6 @@ def test_the_fused_pass_is_not_chosen_where_its_bfloat16_does_not_compile(gpus, 
 
 
 def test_an_engine_process_that_dies_before_its_work_is_a_failed_stage(monkeypatch):
-    monkeypatch.setattr(engine, "_lead_group", os._exit)
+    monkeypatch.setattr(engine, "lead_group", os._exit)
     with pytest.raises(StageFailed, match="died without a message"):
         in_engine_process(os.getpid)

@@ -9,11 +9,14 @@ import pytest
 
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import read_manifest
+from draftsmith.core.revisions import content, recorded_revisions
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import read_samples
+from draftsmith.core.target import resolve_target
 from draftsmith.data import stage
 from draftsmith.data.rows import Row
 from draftsmith.data.stage import prepare
+from draftsmith.eval.prompts import PromptSets
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -104,6 +107,15 @@ def test_finished_samples_need_no_hub_and_stay_what_they_are(config, hub, change
     prepare(changed(config, data={"sources": [{"path": "hf:org/set", "revision": OLD}]}))  # says what was found
     with pytest.raises(UserError, match=r"data\.sources\[0\]\.revision is \"a+\" there and \"b+\" in"):
         prepare(changed(config, data={"sources": [{"path": "hf:org/set", "revision": NEW}]}))
+
+
+def test_evaluation_reads_its_sets_as_they_were_when_they_were_looked_for(config, hub):
+    prepare(config)
+    hub.commit, run = NEW, RunFolder.of(config)
+    assert content("hf:org/bench", recorded_revisions(run)) == OLD
+    hub.read.clear()
+    sets = PromptSets(config, resolve_target(config.target)).sets
+    assert [s.name for s in sets] == ["held_out", "bench"] and hub.read == [("org/bench", OLD)]
 
 
 def test_a_new_run_reads_the_hub_as_it_is_now(config, hub, changed):

@@ -148,12 +148,27 @@ def test_a_trap_in_the_tensors_is_named(exported, plant, named):
     assert named in "; ".join(find_problems(checkpoint.shape, tensors, config))
 
 
+# X3: rope_theta lost, positions cut; X4: flags and the number of auxiliary states not carried.
 CONFIG_TRAPS = {
     "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
     "vocab_size": 500, "draft_vocab_size": 512, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
     "num_aux_hidden_states": 4, "rope_theta": 500000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     **dict.fromkeys(FLAGS, True),
 }  # fmt: skip
+
+
+def test_layer_ids_off_by_one_or_left_out_are_named(exported):  # X1
+    checkpoint, tensors, config = exported()
+    assert find_problems(checkpoint.shape, tensors, config, [1, 2, 4]) == []
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested = {"eagle_config": {key: [0, 1, 3], "use_aux_hidden_state": True}}
+    for wrong in ({key: [0, 1, 3]}, {key: None}, {**nested}, {**nested, "layer_id_convention": "sglang"}):
+        (problem,) = find_problems(checkpoint.shape, tensors, {**config, **wrong}, [1, 2, 4])
+        assert "the draft was trained on [1, 2, 4]" in problem
+    del config[key]
+    assert len(find_problems(checkpoint.shape, tensors, config, [1, 2, 4])) == 1
+    sglang = {**config, **nested, "layer_id_convention": "sglang"}
+    assert find_problems(checkpoint.shape, tensors, sglang, [1, 2, 4]) == []
 
 
 @pytest.mark.parametrize(("key", "wrong"), CONFIG_TRAPS.items(), ids=CONFIG_TRAPS)

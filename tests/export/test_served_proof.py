@@ -19,7 +19,8 @@ from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.unroll import unroll
 from draftsmith.export import served_proof, stage
 from draftsmith.export.draft import from_checkpoint
-from draftsmith.export.served_proof import Served, agreement, choose_turns, served_checks
+from draftsmith.export.observe import Served
+from draftsmith.export.served_proof import agreement, choose_turns, served_checks
 from draftsmith.export.verify import model_of
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 

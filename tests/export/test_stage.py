@@ -146,18 +146,17 @@ def test_a_named_checkpoint_is_exported(trained_run, changed):
         export(changed(trained_run, export={"checkpoint": "step-99"}))
 
 
-def test_the_best_checkpoint_is_the_one_with_the_highest_replayed_acceptance(trained_run):
+def test_the_best_checkpoint_is_the_one_that_training_named(trained_run, changed):
     run = RunFolder.of(trained_run)
-
-    def log(**by_step):
-        rows = [{"step": int(k[1:]), "eval_acceptance_length": v} for k, v in by_step.items()]
-        run.metrics.write_text("".join(json.dumps(r) + "\n" for r in [*rows, {"step": 1, "loss": 2.0}]))
-        return chosen_checkpoint(run, "best", "export").name
-
-    assert log(s8=1.4, s11=1.3, s5=1.9) == "step-0000008"
-    assert log(s8=1.2, s11=1.3) == "step-0000011"
-    with pytest.raises(UserError, match=r"no checkpoint was evaluated.*train\.eval_interval"):
-        log(s5=1.0)
+    best = json.loads((run.checkpoints / "best.json").read_text())["checkpoint"]
+    export(changed(trained_run, export={"checkpoint": "best"}))
+    assert json.loads((run.export / "manifest.json").read_text())["checkpoint"] == best
+    (run.checkpoints / "best.json").write_text('{"checkpoint": "step-0000077"}')
+    with pytest.raises(UserError, match=r"step-0000077 is no complete checkpoint"):
+        chosen_checkpoint(run, "best", "export")
+    (run.checkpoints / "best.json").unlink()
+    with pytest.raises(UserError, match=r"evaluated no checkpoint on held-out samples.*step-0000011"):
+        chosen_checkpoint(run, "best", "export")
 
 
 def test_a_target_with_code_of_its_own_is_named_and_not_run(make_config, tmp_path, tiny_target):
@@ -171,3 +170,14 @@ def test_a_target_with_code_of_its_own_is_named_and_not_run(make_config, tmp_pat
     with pytest.raises(UserError, match=rf"{folder} asks to run code of its own.*target\.trust_remote_code=true"):
         resolve_target(make_config(target={"path": str(folder)}).target)
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_export_for_sglang_is_not_served_on_vllm(trained_run, changed):
+    from draftsmith.eval.stage import evaluate
+
+    config = changed(trained_run, export={"layer_id_convention": "sglang"})
+    export(config)
+    folder = RunFolder.of(config).export
+    assert read_draft_folder(folder).layer_ids == [3, 4, 5]
+    with pytest.raises(UserError, match=r"its layer ids are sglang's.*other layers.*export convert"):
+        evaluate(config)

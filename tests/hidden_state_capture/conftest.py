@@ -11,7 +11,8 @@ import torch
 
 from draftsmith.core.manifest import write_manifest
 from draftsmith.core.store import INDEX, INDEX_SCHEMA
-from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, committed_shards
+from draftsmith.hidden_state_capture.shard import committed_shards
+from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, WriterConfig
 
 GIB = 1024**3
 
@@ -30,7 +31,7 @@ def sample(random_states: Callable[..., torch.Tensor]) -> Callable[..., SampleSt
 @pytest.fixture
 def writer(tmp_path: Path) -> ShardWriter:
     """Writes into one shard, and never waits."""
-    return ShardWriter(tmp_path / "states", GIB, GIB)
+    return ShardWriter(tmp_path / "states", WriterConfig(GIB, GIB))
 
 
 MANIFEST = {
@@ -52,7 +53,7 @@ def make_store(sample: Callable[..., SampleStates]) -> Callable[..., Path]:
     def make(folder: Path, names: list[str], shard_bytes: int = 1, storage: str = "bf16", **manifest: Any) -> Path:
         inputs = {"samples_manifest_sha256": "0", "target": {"revision": None}, "layer_ids": [1, 2, 3]}
         inputs |= {"storage": storage, **manifest.pop("inputs", {})}
-        writer = ShardWriter(folder, shard_bytes, GIB, storage)
+        writer = ShardWriter(folder, WriterConfig(shard_bytes, GIB, storage))
         for i, name in enumerate(names):
             writer.put(sample(name, tokens=6 + i % 3))
         writer.flush()

@@ -23,7 +23,13 @@ def parts(tmp_path, make_store):
     """Three parts of one capture."""
     names = [["a", "b"], ["c"], ["d", "e"]]
     return [
-        make_store(tmp_path / part_name(i, 3), mine, part={"index": i, "of": 3}, rejected=[{"sample_id": f"r{i}"}])
+        make_store(
+            tmp_path / part_name(i, 3),
+            mine,
+            part={"index": i, "of": 3},
+            rejected=[{"sample_id": f"r{i}"}],
+            too_long=[{"sample_id": f"l{i}"}],
+        )
         for i, mine in enumerate(names)
     ]
 
@@ -43,6 +49,7 @@ def test_a_merged_store_has_every_sample_of_its_parts_bit_for_bit(parts, tmp_pat
         assert merged[name].last_rows_M.tolist() == theirs.last_rows_M.tolist()
     assert [s["file"] for s in manifest["shards"]] == [f"shard-0000{i}.safetensors" for i in range(5)]
     assert [r["sample_id"] for r in manifest["rejected"]] == ["r0", "r1", "r2"]
+    assert [r["sample_id"] for r in manifest["too_long"]] == ["l0", "l1", "l2"]
     assert "part" not in manifest and [m["samples"] for m in manifest["merged_from"]] == [2, 1, 2]
     # So that `capture` and `train` take it for the whole capture that it is.
     assert manifest["inputs"] == HiddenStateStore(parts[0]).manifest["inputs"]

@@ -12,9 +12,11 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, read_samples
 from draftsmith.core.store import INDEX, INDEX_SCHEMA
 from draftsmith.core.target import resolve_target
+from draftsmith.hidden_state_capture.finish import Captured, finish
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.hidden_state_capture.stage import _finish, capture, capture_inputs
-from draftsmith.hidden_state_capture.writer import sample_sha256
+from draftsmith.hidden_state_capture.shard import sample_sha256
+from draftsmith.hidden_state_capture.stage import capture, capture_inputs
+from draftsmith.hidden_state_capture.todo import Head
 
 
 @pytest.fixture
@@ -81,9 +83,12 @@ def test_the_split_of_the_samples_is_in_the_index(store, synthetic_samples):
 # ---- the end of a capture -------------------------------------------------------------------------------------------
 
 
-def finish(config, samples, rejected):
+def end(config, samples, rejected=(), long=()):
     run, target = RunFolder.of(config), resolve_target(config.target)
-    _finish(config, target, [3, 4, 5], samples, rejected, capture_inputs(config, target, [3, 4, 5], run))
+    for i, entry in enumerate(rejected):
+        (run.hidden_states / f"rejected-{90 + i}.json").write_text(json.dumps([entry]))
+    heads, inputs = [Head.of(s) for s in samples], capture_inputs(config, target, [3, 4, 5], run)
+    finish(Captured(config, target, [3, 4, 5], heads, [Head.of(s) for s in long], inputs, run.hidden_states))
 
 
 @pytest.fixture
@@ -105,7 +110,7 @@ def half_done(synthetic_run):
 def test_a_capture_that_lost_samples_fails_and_names_one(half_done, synthetic_samples):
     extra = Sample("lost/0", [1, 2, 3], [(1, 3)], "s", "stop", "train")
     with pytest.raises(StageFailed, match=r"1 samples were not captured, e\.g\. lost/0"):
-        finish(half_done, [*synthetic_samples, extra], [])
+        end(half_done, [*synthetic_samples, extra])
     assert not (RunFolder.of(half_done).hidden_states / "manifest.json").exists()
 
 
@@ -113,8 +118,8 @@ def test_rejected_samples_are_in_the_manifest_and_too_many_fail(half_done, chang
     samples = [*synthetic_samples, Sample("bad/0", [1, 2], [(1, 2)], "s", "stop", "train")]
     rejected = [{"sample_id": "bad/0", "reason": "non-finite states"}]
     with pytest.raises(StageFailed, match=r"1 of 25 samples have unusable states.*bad/0: non-finite states"):
-        finish(half_done, samples, rejected)
-    finish(changed(half_done, capture={"max_rejected_share": 0.04}), samples, rejected)
+        end(half_done, samples, rejected)
+    end(changed(half_done, capture={"max_rejected_share": 0.04}), samples)
     assert HiddenStateStore(RunFolder.of(half_done).hidden_states).manifest["rejected"] == rejected
 
 

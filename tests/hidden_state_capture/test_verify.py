@@ -19,12 +19,15 @@ from draftsmith.core.errors import UserError
 from draftsmith.core.run import RunFolder
 from draftsmith.core.store import INDEX
 from draftsmith.core.target import resolve_target
+from draftsmith.hidden_state_capture.finish import Captured, finish
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.hidden_state_capture.repair import repair_store
-from draftsmith.hidden_state_capture.stage import _finish, capture, capture_inputs
+from draftsmith.hidden_state_capture.shard import committed_shards, next_number, remove_uncommitted
+from draftsmith.hidden_state_capture.stage import capture, capture_inputs
 from draftsmith.hidden_state_capture.stats import store_stats
+from draftsmith.hidden_state_capture.todo import Head
 from draftsmith.hidden_state_capture.verify import verify_store
-from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, committed_shards
+from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, WriterConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,6 +162,8 @@ def test_the_samples_are_compared_too(synthetic_run, changed):
     found = faults(run.hidden_states, run.samples)
     assert any(f[1:] == ("c-001/0", "its split is eval in the index and train in samples/") for f in found)
     assert (None, "c-023/0", "not in the store") in found
+    edit(run.hidden_states / "manifest.json", lambda m: m.update(part={"index": 0, "of": 2}))
+    assert "not in the store" not in [what for _, _, what in faults(run.hidden_states, run.samples)]
     edit(run.samples / "manifest.json", lambda m: m.update(created="later"))
     assert (None, None, f"made from other samples than {run.samples} holds") in faults(run.hidden_states, run.samples)
 
@@ -170,7 +175,9 @@ def go_on(config, samples, random_states):
     """What `capture` does after a repair, the engine apart: the missing samples, then the end of the stage."""
     run, target = RunFolder.of(config), resolve_target(config.target)
     done = {row["sample_id"] for s in committed_shards(run.hidden_states) for row in s["rows"]}
-    writer = ShardWriter(run.hidden_states, config.capture.shard_bytes, 2**30)
+    remove_uncommitted(run.hidden_states)
+    first = next_number(run.hidden_states)
+    writer = ShardWriter(run.hidden_states, WriterConfig(config.capture.shard_bytes, 2**30, first=first))
     captured = []
     for i, s in enumerate(samples):
         if s.sample_id not in done:
@@ -178,7 +185,8 @@ def go_on(config, samples, random_states):
             spans = [list(span) for span in s.loss_spans]
             writer.put(SampleStates(s.sample_id, s.input_ids, spans, random_states(len(s.input_ids), i), ready=bool))
     writer.flush()
-    _finish(config, target, [3, 4, 5], samples, [], capture_inputs(config, target, [3, 4, 5], run))
+    heads, inputs = [Head.of(s) for s in samples], capture_inputs(config, target, [3, 4, 5], run)
+    finish(Captured(config, target, [3, 4, 5], heads, [], inputs, run.hidden_states))
     return captured
 
 
@@ -275,7 +283,8 @@ def test_a_killed_repair_leaves_the_store_or_a_capture_to_go_on_with(store):
     else:
         repair_store(store)
     assert (store / "damaged" / "shard-00001.safetensors").is_file()
-    writer = ShardWriter(store, 1, 2**30)  # clears what is not committed
+    remove_uncommitted(store)
+    writer = ShardWriter(store, WriterConfig(1, 2**30, first=next_number(store)))
     assert {s["shard"]["file"] for s in committed_shards(store)} == set(good)
     assert not (store / "shard-00001.safetensors").exists() and writer.rejected == []
 

@@ -47,11 +47,11 @@ def test_training_over_a_spool_is_the_training_from_the_store(smollm_run, cli, l
         said = process.communicate(timeout=60)[0]
     finally:
         process.kill()
-    assert process.returncode == 128 + signal.SIGTERM, said[-3000:]
-    assert not left_engines()
+    assert process.returncode == 0 and "stopped by SIGTERM" in said, said[-3000:]
+    assert not left_engines() and run.spool.is_dir()
     assert 0 < most <= config.capture.spool_bytes
     done = cli("train", "--config", smollm_run["config"], *SPOOL)
-    assert "going on from step 20" in done.stdout and "spool: training waited" in done.stdout
+    assert "going on from step" in done.stdout and "spool: training waited" in done.stdout
     assert not left_engines() and not run.spool.exists()
 
     ours, theirs = losses(run.root), losses(smollm_run["root"])

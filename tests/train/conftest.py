@@ -8,12 +8,13 @@ import spool_sides
 
 from draftsmith.core.checkpoint import final_checkpoint
 from draftsmith.core.run import RunFolder
-from draftsmith.core.samples import TrainSamples
+from draftsmith.core.samples import TrainSamples, read_samples
 from draftsmith.core.target import resolve_layer_ids, resolve_target
 from draftsmith.data.batching import spool_plan
+from draftsmith.hidden_state_capture.finish import Captured, finish
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.hidden_state_capture.stage import _finish, capture_inputs, samples_to_store
-from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter
+from draftsmith.hidden_state_capture.stage import capture_inputs, heads_to_store
+from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, WriterConfig
 
 # A step has about 26,000 bytes: three shards fit, of a step each.
 SPOOL = {"mode": "spool", "spool_bytes": 100_000, "spool_capture": "own", "shard_bytes": 16 * 1024}
@@ -39,16 +40,18 @@ def recaptured(changed):
 def _capture(config):
     run, target = RunFolder.of(config), resolve_target(config.target)
     shutil.rmtree(run.hidden_states)
-    samples, layer_ids = samples_to_store(config), resolve_layer_ids(config.capture, target.num_layers)
+    heads, layer_ids = heads_to_store(config), resolve_layer_ids(config.capture, target.num_layers)
     sizes = config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage
-    writer = ShardWriter(run.hidden_states, *sizes)
-    for s in samples:
+    writer = ShardWriter(run.hidden_states, WriterConfig(*sizes))
+    wanted = {h.sample_id for h in heads}
+    for s in (s for s in read_samples(run.samples) if s.sample_id in wanted):
         states = spool_sides.drawn_states(int(s.sample_id[2:5]), len(s.input_ids))
         writer.put(SampleStates(s.sample_id, s.input_ids, [list(x) for x in s.loss_spans], states, ready=bool))
     writer.flush()
     probe = {"norm_form": "rms", "eps": 1e-6, "argmax_agreement": 1.0, "positions": 8, "state_errors": None}
     (run.hidden_states / "probe.json").write_text(json.dumps(probe))
-    _finish(config, target, layer_ids, samples, [], capture_inputs(config, target, layer_ids, run))
+    inputs = capture_inputs(config, target, layer_ids, run)
+    finish(Captured(config, target, layer_ids, heads, [], inputs, run.hidden_states))
     return config
 
 

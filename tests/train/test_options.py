@@ -77,14 +77,14 @@ def states():
     return Batch(("s",), (0, 400), none, none.bool(), none, aux.bfloat16(), torch.zeros(0, 64), none)
 
 
-def noise_of(batch, seed=0, step=0, rank=0, **config):
-    noisy = add_noise(batch, TrainConfig(**config), seed, step, rank)
+def noise_of(batch, seed=0, number=0, **config):
+    noisy = add_noise(batch, TrainConfig(**config), seed, number)
     assert noisy.aux_TAH.dtype == batch.aux_TAH.dtype
     return noisy.aux_TAH.float() - batch.aux_TAH.float()
 
 
 def test_there_is_no_noise_unless_it_is_asked_for(states):
-    assert add_noise(states, TrainConfig(), 0, 0, 0) is states
+    assert add_noise(states, TrainConfig(), 0, 0) is states
 
 
 @pytest.mark.parametrize(("kind", "spread"), [("uniform", 0.1 / math.sqrt(3)), ("gaussian", 0.1)])
@@ -97,10 +97,10 @@ def test_noise_is_a_share_of_each_states_size(states, kind, spread):
         assert float((noise / sizes).abs().max()) < 0.12  # bfloat16 rounds the sum
 
 
-def test_noise_repeats_by_seed_step_and_rank_and_by_nothing_less(states):
+def test_noise_repeats_by_seed_and_number_and_by_nothing_less(states):
     first = noise_of(states, hidden_noise=0.1)
     assert torch.equal(first, noise_of(states, hidden_noise=0.1))
-    for other in ({"seed": 1}, {"step": 1}, {"rank": 1}):
+    for other in ({"seed": 1}, {"number": 1}):
         assert not torch.equal(first, noise_of(states, hidden_noise=0.1, **other)), other
 
 

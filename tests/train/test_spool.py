@@ -12,7 +12,8 @@ from draftsmith.core.samples import TrainSamples
 from draftsmith.core.spool import held, is_alive
 from draftsmith.export.stage import export
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
-from draftsmith.hidden_state_capture.stage import samples_to_store
+from draftsmith.hidden_state_capture.stage import heads_to_store
+from draftsmith.hidden_state_capture.todo import Head
 from draftsmith.train.feed import SpoolFeed
 from draftsmith.train.stage import train
 
@@ -47,6 +48,18 @@ def test_a_spool_in_fp8_trains_as_a_store_in_fp8(synthetic_run, recaptured, from
     assert weights(spooled) == from_fp8 != weights(from_store)
 
 
+def test_so_does_one_with_accumulated_steps(spool_run, recaptured, changed, weights):
+    config = recaptured(changed(spool_run, train={"grad_accum_steps": 3}), spool_bytes=250_000)
+    with capture_beside(config) as ended:
+        train(config)
+    assert not ended
+    from_spool = weights(config)
+    shutil.rmtree(RunFolder.of(config).checkpoints)
+    config = recaptured(config, mode="store")
+    train(config)
+    assert weights(config) == from_spool
+
+
 def test_bytes_in_flight_and_both_sides_waits_are_logged(spool_run, capsys, logged):
     with capture_beside(spool_run):
         train(spool_run)
@@ -75,8 +88,9 @@ def test_some_samples_are_stored_where_none_are_held_out(spool_run, changed):
 
     samples = [s for s in read_samples(folder) if s.split == "train"]
     write_samples(folder, samples)
-    assert samples_to_store(spool_run) == samples[:8]
-    assert samples_to_store(changed(spool_run, capture={"mode": "store"})) == samples
+    heads = [Head.of(s) for s in samples]
+    assert heads_to_store(spool_run) == heads[:8]
+    assert heads_to_store(changed(spool_run, capture={"mode": "store"})) == heads
 
 
 def test_eval_and_training_refuse_states_of_the_other_mode(spool_run, synthetic_run, changed):
@@ -113,6 +127,7 @@ def test_too_many_rejected_samples_stop_both_sides(spool_run):
     with capture_beside(spool_run, spoiled=("c-003/0", "c-007/0")) as ended, ends:
         train(spool_run)
     assert "of 20 samples have unusable states (capture.max_rejected_share is 1.0%)" in str(ended[0])
+    assert RunFolder.of(spool_run).complete_checkpoints()  # at the last step that had its samples
 
 
 # ---- two sides that do not fit ---------------------------------------------------------------------------------------

@@ -31,9 +31,10 @@ def test_shards_hold_every_step_once_and_those_beside_each_other_fit(spool_run, 
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_plan_is_the_stores(spool_run, from_store, world_size, plan_of):
+def test_the_plan_is_the_stores(spool_run, changed, from_store, world_size, plan_of):
     store = HiddenStateStore(RunFolder.of(from_store).hidden_states)
     samples = TrainSamples(RunFolder.of(spool_run).samples)
+    spool_run = changed(spool_run, capture={"spool_bytes": 200_000})
     for rank in range(world_size):
         ours = [[samples.ids[n] for n in step[rank]] for step in plan_of(spool_run, world_size).steps]
         theirs = training_plan(store, from_store, rank, world_size)

@@ -7,19 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
-from draftsmith.core.checkpoint import final_checkpoint, own_weights, read_checkpoint
+from draftsmith.core import cli
+from draftsmith.core.checkpoint import BEST, final_checkpoint, own_weights, read_checkpoint
 from draftsmith.core.config_train import TrainConfig
+from draftsmith.core.errors import UserError
 from draftsmith.core.run import RunFolder
 from draftsmith.train.loop import Trainer
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import MuonWithAdamW, learning_rate, make_optimizer
 from draftsmith.train.stage import train
-from draftsmith.train.state import BEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,10 +71,15 @@ def test_many_small_batches_equal_a_large_one(synthetic_run, changed, logged):
 
 
 @pytest.mark.slow
-def test_two_processes_equal_two_batches_of_one(synthetic_run, changed, logged, config_file):
-    """T1, T4, T8: the same steps, rates and losses; a rank without samples keeps step, and nothing hangs."""
-    one, two = copies(synthetic_run, changed, {"grad_accum_steps": 2}, {"grad_accum_steps": 1})
+def test_two_processes_equal_two_batches_of_one_and_go_on_from_them(synthetic_run, changed, logged, config_file):
+    """T1, T4, T8, R2: the same steps, rates, noise and losses; a rank without samples keeps step, and nothing hangs."""
+    options = {"hidden_noise": 0.1, "epochs": 3}
+    one, two = copies(synthetic_run, changed, {**options, "grad_accum_steps": 2}, {**options, "grad_accum_steps": 2})
     train(one)
+    ended_by(two, signal.SIGTERM, 2)
+    two = changed(two, train={"grad_accum_steps": 1})
+    with pytest.raises(UserError, match=r"2 batches a step .* and this has 1\..*grad_accum_steps to 2 / the number"):
+        train(two)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m", "draftsmith", "train", "--config", config_file(two),
@@ -82,6 +87,7 @@ def test_two_processes_equal_two_batches_of_one(synthetic_run, changed, logged, 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "going on from step 3" in " ".join(done.stdout.split())
     assert of(logged, one, "learning_rate") == of(logged, two, "learning_rate")
     alike(logged, one, two)
 
@@ -180,8 +186,8 @@ def test_a_resumed_training_equals_a_straight_one_with_every_option(synthetic_ru
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
-def ended_by(config, number, at):
-    """Train, and get a signal while optimizer step `at` is logged."""
+def ended_by(config, number, at, run=None):
+    """Train (or `run`), and get a signal while optimizer step `at` is logged."""
     log = Metrics.log
 
     def log_and_signal(self, step, **values):
@@ -192,7 +198,7 @@ def ended_by(config, number, at):
     before = signal.getsignal(number)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Metrics, "log", log_and_signal)
-        train(config)
+        run() if run else train(config)
     assert signal.getsignal(number) is before
 
 
@@ -215,22 +221,12 @@ def test_sigusr1_saves_and_goes_on(synthetic_run, straight, changed):
     assert all(torch.equal(t, tensors(straight)[name]) for name, t in tensors(config).items())
 
 
-def test_a_terminated_process_ends_with_code_0(synthetic_run, config_file, changed):
-    config = changed(synthetic_run, train={"epochs": 500})
-    command = [sys.executable, "-m", "draftsmith", "train", "--config", config_file(config)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT)  # fmt: skip
-    run = RunFolder.of(config)
-    try:
-        while not run.complete_checkpoints() and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=120)[0].decode()
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
-    newest = read_checkpoint(run.complete_checkpoints()[-1]).state["step"]
-    assert f"stopped by SIGTERM at step {newest} of" in " ".join(output.split())
+def test_a_terminated_command_ends_with_code_0(synthetic_run, config_file, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "train", "--config", config_file(synthetic_run)])
+    with pytest.raises(SystemExit) as end:
+        ended_by(synthetic_run, signal.SIGTERM, 2, cli.main)
+    assert end.value.code in (0, None)
+    assert [p.name for p in RunFolder.of(synthetic_run).complete_checkpoints()] == ["step-0000003"]
 
 
 # ---- the best checkpoint ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
+from draftsmith.core.checkpoint import BEST, final_checkpoint, read_checkpoint
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.objective import Objective, StepSums
 from draftsmith.core.run import COMPLETE, RunFolder
@@ -20,7 +20,6 @@ from draftsmith.train.feed import training_plan
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import learning_rate
 from draftsmith.train.stage import train
-from draftsmith.train.state import BEST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -369,7 +368,7 @@ def test_evaluations_come_at_their_interval_and_at_the_end(synthetic_run):
 
 
 def test_the_loss_falls(synthetic_run, changed):
-    config = changed(synthetic_run, train={"epochs": 12, "learning_rate": 1e-2})
+    config = changed(synthetic_run, train={"epochs": 12, "learning_rate": 1e-2, "eval_interval": 1000})
     train(config)
     losses = [r["loss"] for r in logged(config) if "loss" in r]
     assert losses[-1] < 0.8 * losses[0]
