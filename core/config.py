@@ -364,7 +364,7 @@ class ExportConfig(Section):
         description="Bound on the relative error of the engine's draft logits, on the engine's own states.",
     )
     max_tie: float = Field(
-        0.25, ge=0.0, description="Logits that two tokens may differ by for either to count as the trainer's choice."
+        0.5, ge=0.0, description="Logits that two tokens may differ by for either to count as the trainer's choice."
     )
     max_acceptance_gap: float = Field(
         0.02, gt=0.0, description="Bound on the relative difference of served and replayed acceptance length."

@@ -69,11 +69,13 @@ class Replica:
         self._llm = self._engine.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        if isinstance(error[1], Exception) and (reason := writers_reason(self._job.folder)):
-            # What the engine says of its own death is that it died.
-            error = (StageFailed, StageFailed(reason), error[2])
-        self._engine.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # What an engine says of its own death is that it died; the writer has left the reason.
+        reason = writers_reason(self._job.folder) if isinstance(error, Exception) else None
+        failed = StageFailed(reason) if reason else None
+        self._engine.__exit__(StageFailed if failed else kind, failed or error, trace)
+        if failed:
+            raise failed from None
 
     def probe(self) -> Probe:
         """Check that these are the target's own states.
