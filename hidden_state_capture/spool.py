@@ -61,6 +61,7 @@ def feed_training(config: Config, prefill: Prefill = capture_spool) -> None:
     write_json(folder / f"{CAPTURE}.json", {"inputs": inputs})
     with held(folder, CAPTURE):
         trainer = Trainer(folder)
+        write_json(folder / f"{CAPTURE}.json", {"inputs": inputs, "session": trainer.session})
         samples = TrainSamples(run.samples, states["longest"])
         plan = spool_plan(samples, config, states, trainer.world_size)
         origin = made_from(inputs, trainer.world_size)
@@ -84,7 +85,7 @@ class Trainer:
         while not is_alive(folder, TRAINER):
             time.sleep(POLL_SECONDS)
         self._state = self._read()
-        self._session = self._state["session"]
+        self.session: str = self._state["session"]
         self.world_size: int = self._state["world_size"]
         self._looked = time.monotonic()
 
@@ -100,7 +101,7 @@ class Trainer:
         if time.monotonic() - self._looked >= POLL_SECONDS:
             self._looked = time.monotonic()
             alive, state = is_alive(self.folder, TRAINER), self._read()
-            if not alive or state["session"] != self._session:
+            if not alive or state["session"] != self.session:
                 raise StageFailed(
                     f"the training has ended, at step {self._state['step']}, and the capture with it. Start it again "
                     "to go on."
