@@ -324,10 +324,9 @@ class CaptureConfig(Section):
     def _spool_is_bounded(self) -> Self:
         if self.mode == "spool" and self.spool_bytes is None:
             raise ValueError("capture.mode is spool; set capture.spool_bytes to the bytes that its folder may hold")
-        if self.mode == "spool" and (self.data_parallel > 1 or self.launcher == "ray" or self.server):
+        if self.mode == "spool" and (self.data_parallel > 1 or self.launcher != "local" or self.server):
             raise ValueError(
-                "capture.mode is spool, which captures on one engine of this host; leave capture.data_parallel at 1, "
-                "capture.launcher at local and capture.server at null, and give it target.tensor_parallel GPUs"
+                "capture.mode spool has one engine of its own: leave data_parallel, launcher and server out"
             )
         return self
 
@@ -365,7 +364,7 @@ class ExportConfig(Section):
         description="Bound on the relative error of the engine's draft logits, on the engine's own states.",
     )
     max_tie: float = Field(
-        0.25, ge=0.0, description="Logits that two tokens may differ by for either to count as the trainer's choice."
+        0.5, ge=0.0, description="Logits that two tokens may differ by for either to count as the trainer's choice."
     )
     max_acceptance_gap: float = Field(
         0.02, gt=0.0, description="Bound on the relative difference of served and replayed acceptance length."

@@ -51,28 +51,25 @@ def in_engine_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         UserError, StageFailed: as `work` raised them.
         StageFailed: the process died (out of memory, a crash in native code).
     """
-    return in_engine_processes([functools.partial(work, *args, **kwargs)])[0]
+    with EngineProcess() as process:
+        return outcome(process.submit(work, *args, **kwargs), work.__name__)
 
 
 def in_engine_processes(works: Sequence[functools.partial[T]]) -> list[T]:
     """Run every work in a fresh process of its own, side by side, and return their results.
 
     Args:
-        works: partials of module-level functions; they and their results must be picklable.
+        works: partials of module-level functions, as `in_engine_process` takes them.
 
     Raises:
         UserError, StageFailed: as the first one to fail raised them; the others are ended.
-        StageFailed: a process died (out of memory, a crash in native code).
     """
     with ExitStack() as stack:
-        processes = [stack.enter_context(EngineProcess()) for _ in works]
-        running = [process.submit(work) for process, work in zip(processes, works, strict=True)]
-        names = [work.func.__name__ for work in works]
-        wait(running, return_when=FIRST_EXCEPTION)
-        for future, name in zip(running, names, strict=True):
-            if future.done():
-                outcome(future, name)
-        return [outcome(future, name) for future, name in zip(running, names, strict=True)]
+        running = [stack.enter_context(EngineProcess()).submit(work) for work in works]
+        ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+        for future in ended:
+            outcome(future, works[0].func.__name__)
+        return [future.result() for future in running]
 
 
 class EngineProcess:
@@ -115,7 +112,7 @@ def outcome(running: Future[T], name: str) -> T:
         return running.result()
     except BrokenProcessPool:
         raise StageFailed(
-            "the engine process died without a message (killed, or out of memory); "
+            f"the engine process of `{name}` died without a message (killed, or out of memory); "
             "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
         ) from None
 

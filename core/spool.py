@@ -25,13 +25,14 @@ from typing import Any
 from draftsmith.core.atomic import sha256_json
 from draftsmith.core.config import CaptureConfig, Config
 from draftsmith.core.errors import UserError
+from draftsmith.core.store import HEADER_BYTES
 
 TRAINER, CAPTURE = "trainer", "capture"
 POLL_SECONDS = 0.05
 # A reader of a lock holds it for an instant; who takes it tries again for this long.
 _TAKE_SECONDS = 2.0
-# Upper bounds of what surrounds the states: the shard's header, and a sample's row in the sidecar.
-_HEADER_BYTES, _ROW_BYTES = 5120, 512
+# Upper bounds of what surrounds the states: header and the sidecar's own, and a sample's row in the sidecar.
+_HEADER_BYTES, _ROW_BYTES = HEADER_BYTES + 512, 512
 
 
 @dataclass(frozen=True)

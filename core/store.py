@@ -29,6 +29,8 @@ INDEX = "index.parquet"
 INPUTS = "inputs.json"
 PROBE = "probe.json"
 DAMAGED = "damaged"
+# A shard's header is padded to this, so that the states begin on a page of the file.
+HEADER_BYTES = 4096
 # What a sample is, in the order in which its bytes are hashed; the scales only where the states are in fp8.
 TOKEN_TENSORS = ("input_ids", "loss_mask", "aux_states", "aux_scales")
 LAST_TENSORS = ("last_states", "last_scales")

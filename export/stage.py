@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.core.atomic import atomic_folder, remove, sha256_file, write_json, write_text
 from draftsmith.core.checkpoint import DRAFT, Checkpoint, chosen_checkpoint, read_checkpoint
 from draftsmith.core.checkpoint import WEIGHTS as CHECKPOINT_WEIGHTS
@@ -103,7 +105,8 @@ def prove(
     checks = [contract_check(folder, draft)]
     if checks[0].passed:
         numbers = store.numbers("eval") or store.numbers("train")
-        batch = collate(store, [numbers[i] for i in plan_batches(store.lengths(numbers), _RELOADED_TOKENS)[0]])
+        some = [numbers[i] for i in plan_batches(store.lengths(numbers), _RELOADED_TOKENS)[0]]
+        batch = collate(store, some).to(torch.device("cpu"))  # decodes what is stored in float8
         embed_VH = load_target_weights(target).embed_VH
         steps, bound = config.train.ttt_steps, options.max_logit_error
         checks.append(logits_check(folder, draft, target, embed_VH, batch, steps, bound))

@@ -65,14 +65,18 @@ def split_gpus(config: Config) -> tuple[str | None, str | None]:
     Raises:
         UserError: `capture.spool_gpus` names a GPU that is not there, or leaves none to training.
     """
-    chosen = config.capture.spool_gpus
-    if chosen is None:
+    if config.capture.spool_gpus is None:
         return None, None
     import torch
 
     # The driver counts them: CUDA is not started in this process yet.
-    visible = os.environ.get(_GPUS, "").split(",")[: torch.cuda.device_count()]
-    visible = visible if any(visible) else [str(i) for i in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count()
+    named = os.environ.get(_GPUS, "").split(",")[:count]
+    return divide(config.capture.spool_gpus, named if any(named) else [str(i) for i in range(count)])
+
+
+def divide(chosen: list[int], visible: list[str]) -> tuple[str, str]:
+    """The chosen ones of the visible GPUs, by place, and the others; raises as `split_gpus`."""
     rest = [gpu for i, gpu in enumerate(visible) if i not in chosen]
     if max(chosen) >= len(visible) or not rest:
         raise UserError(

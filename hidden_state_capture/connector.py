@@ -7,6 +7,7 @@ host (`gather.py`) and lets the blocks go once the copy is done.
 Works with vLLM 0.24 to 0.33. Import nothing heavy here beyond vLLM: every engine process loads this module.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         # Worker side; only TP rank 0 has them.
         self.writer: ShardWriter | None = None
         self._gatherer: Gatherer | None = None
-        self._copies: list[tuple[list[str], Any]] = []
+        self._copies: deque[tuple[list[str], Any]] = deque()
 
     # ---- scheduler side -------------------------------------------------------------------------------------
 
@@ -112,11 +113,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError(f"unknown layout of the hidden-states cache: {tuple(cache.shape)}")
         if get_tensor_model_parallel_rank() != 0:
             return
-        if self._extra["clean"]:
+        if self._extra["served"]:
             remove_uncommitted(self._folder)
         config = dict(self._extra["writer"])
         config.setdefault("first", next_number(self._folder))
-        kind = SpoolWriter if self._extra.get("spool") else ShardWriter
+        kind = SpoolWriter if self._extra["spool"] else ShardWriter
         self.writer = kind(self._folder, WriterConfig(**config))
         self._gatherer = Gatherer(
             cache.transpose(1, 2) if fits[-1] == 2 else cache,
@@ -124,8 +125,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             config["pending_bytes"],
             self._extra["gather_bytes"],
         )
-        told = {"layer_ids": self._extra["layer_ids"], "storage": config["storage"], "dtype": str(cache.dtype)}
-        write_json(self._folder / CONNECTOR, told)
+        if self._extra["served"]:
+            told = {"layer_ids": self._extra["layer_ids"], "storage": config["storage"], "dtype": str(cache.dtype)}
+            write_json(self._folder / CONNECTOR, told)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -149,9 +151,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             for requests, batch, event in self._gatherer.take(metadata.requests):
                 self._copies.append(([r.request_id for r in requests], event))
                 self.writer.put(batch)
-        done = [ids for ids, event in self._copies if event is None or event.query()]
-        self._copies = self._copies[len(done) :]  # they end in the order in which they were started
-        return {i for ids in done for i in ids} or None, None
+        done: set[str] = set()
+        while self._copies and (self._copies[0][1] is None or self._copies[0][1].query()):
+            done.update(self._copies.popleft()[0])  # they end in the order in which they were started
+        return done or None, None
 
 
 def _states_group(kv_cache_config: Any) -> int:

@@ -4,28 +4,26 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from draftsmith.core.atomic import write_json
 from draftsmith.core.config import Config
 from draftsmith.core.engine import answer, generate, has_cuda, vllm_engine
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import Meter
-from draftsmith.core.samples import Sample
-from draftsmith.core.store import PROBE
+from draftsmith.core.run import RunFolder
+from draftsmith.core.samples import Sample, TrainSamples
 from draftsmith.core.target import Target
-from draftsmith.hidden_state_capture.probe import choose_probe, judge_probe
+from draftsmith.hidden_state_capture.probe import Probe, choose_probe, judge_probe
 from draftsmith.hidden_state_capture.todo import engine_length
 from draftsmith.hidden_state_capture.writer import FAILURE
 
+if TYPE_CHECKING:
+    from draftsmith.hidden_state_capture.spool import ShardQueue
+
 # Requests that the engine holds at once, in multiples of what it schedules: memory stays flat however many there are.
 _AHEAD = 4
-
-
-# A sample's place in a spool (see `SpoolWriter`); None: in a store it goes where the writer is.
-Slot = dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,6 @@ class Job:
         first: number of the first shard.
         engines: how many engines write into the folder.
         max_rejected: more rejected samples than this stop an engine.
-        spool: whether the folder is a spool.
     """
 
     config: Config
@@ -50,36 +47,38 @@ class Job:
     first: int
     engines: int
     max_rejected: int
-    spool: bool = False
 
 
 class Replica:
     """One engine that captures; a context manager."""
 
-    def __init__(self, job: Job, index: int) -> None:
+    def __init__(self, job: Job, index: int, spool: bool = False) -> None:
         """Say which one it is; the engine starts on entry.
 
         Args:
             job: what all engines share.
             index: number of this engine, from 0.
+            spool: samples have slots, which name their shards.
         """
-        self._job, self._index = job, index
+        self._job, self._index, self._spool = job, index, spool
         self._expected = 0
 
     def __enter__(self) -> "Replica":
         job = self._job
-        self._engine = vllm_engine(job.config.target, job.target, **_engine_args(job, self._index))
+        self._engine = vllm_engine(job.config.target, job.target, **engine_args(job, self._index, self._spool))
         self._llm = self._engine.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        if isinstance(error[1], Exception) and (reason := writers_reason(self._job.folder)):
-            # What the engine says of its own death is that it died.
-            error = (StageFailed, StageFailed(reason), error[2])
-        self._engine.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # What an engine says of its own death is that it died; the writer has left the reason.
+        reason = writers_reason(self._job.folder) if isinstance(error, Exception) else None
+        failed = StageFailed(reason) if reason else None
+        self._engine.__exit__(StageFailed if failed else kind, failed or error, trace)
+        if failed:
+            raise failed from None
 
-    def probe(self) -> None:
-        """Check that these are the target's own states; the findings go to probe.json.
+    def probe(self) -> Probe:
+        """Check that these are the target's own states.
 
         Raises:
             StageFailed: they are not.
@@ -94,30 +93,37 @@ class Replica:
                 tops = [top_token(entry) for entry in output.prompt_logprobs[1:]]
                 greedy[i] = [*tops, int(output.outputs[0].token_ids[0])]
             self._settle(len(chosen))
-            found = judge_probe(job.config, job.target, job.layer_ids, files, [greedy[i] for i in range(len(chosen))])
+            return judge_probe(job.config, job.target, job.layer_ids, files, [greedy[i] for i in range(len(chosen))])
         finally:
             for file in files:
                 file.unlink(missing_ok=True)
-        write_json(job.folder / PROBE, asdict(found))
 
     def prefill(self, samples: Iterable[Sample], shown: Meter | None) -> None:
         """Capture samples; when it returns they are on the host, and not all of them on disk."""
-        rest = ((sample, None) for sample in samples)
-        self.prefill_slots(lambda: next(rest, None), shown)
+        rest = iter(samples)
 
-    def prefill_slots(self, take: Callable[[], tuple[Sample, Slot] | None], shown: Meter | None) -> None:
-        """Capture what `take` gives, each with its slot in a spool, until it gives None and the engine is idle."""
+        def take() -> tuple[Sample, None] | None:
+            sample = next(rest, None)
+            return None if sample is None else (sample, None)
+
+        self.feed(take, shown, _AHEAD)
+
+    def feed(self, take: Callable[[], tuple[Sample, Any] | None], shown: Meter | None, ahead: int) -> None:
+        """As `prefill`, of what `take` gives: samples with their slots; None: nothing now.
+
+        `ahead`: requests that the engine holds, in multiples of what it schedules.
+        """
         tokens = asked = 0
 
         def ask() -> tuple[int, list[int], Any] | None:
             nonlocal asked
             if (taken := take()) is None:
                 return None
-            sample, slot = taken
             asked += 1
+            sample, slot = taken
             return len(sample.input_ids), sample.input_ids, _params(sample, slot=slot)
 
-        for length, _ in answer(self._llm, ask, _AHEAD * self._job.config.capture.max_num_seqs):
+        for length, _ in answer(self._llm, ask, ahead * self._job.config.capture.max_num_seqs):
             tokens += length
             if shown:
                 shown.advance(tokens=f"{tokens:,}")
@@ -144,13 +150,38 @@ class Replica:
                 time.sleep(0.01)
 
 
+def capture_spool(
+    config: Config, target: Target, layer_ids: list[int], samples: TrainSamples, queue: "ShardQueue"
+) -> None:
+    """Capture what the queue gives into the spool, for as long as it gives anything.
+
+    Raises:
+        StageFailed: the probe disagrees, the writer or the engine failed, or the training has ended.
+    """
+    run = RunFolder.of(config)
+    # The queue judges what was rejected: it sees every epoch.
+    job = Job(config, target, layer_ids, run.samples, run.spool, first=0, engines=1, max_rejected=2**31)
+
+    def take() -> tuple[Sample, Any] | None:
+        asked = queue.take()
+        return None if asked is None else (samples[asked[0]], asked[1])
+
+    with Replica(job, 0, spool=True) as replica:
+        replica.probe()
+        # Twice what the engine works on: it never waits for the next request, and shards end nearly in order.
+        while queue.wait():
+            replica.feed(take, None, ahead=2)
+        replica.flush()
+
+
 def writers_reason(folder: Path) -> str | None:
     """Why a writer of the folder failed, if one did."""
     file = folder / FAILURE
     return f"hidden-state writer: {json.loads(file.read_text(encoding='utf-8'))['reason']}." if file.is_file() else None
 
 
-def _engine_args(job: Job, index: int) -> dict[str, Any]:
+def engine_args(job: Job, index: int, spool: bool = False) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` of one engine."""
     capture = job.config.capture
     return {
         "max_model_len": engine_length(job.config, job.target),
@@ -159,17 +190,18 @@ def _engine_args(job: Job, index: int) -> dict[str, Any]:
         # With prefix caching on, cached tokens would have no state rows.
         "enable_prefix_caching": False,
         "worker_extension_cls": "draftsmith.hidden_state_capture.worker.CaptureWorker",
-        **connector_args(job, {"first": job.first + index, "step": job.engines}),
+        **connector_args(job, {"first": job.first + index, "step": job.engines}, spool=spool),
     }
 
 
-def connector_args(job: Job, writer: dict[str, Any], clean: bool = False) -> dict[str, Any]:
+def connector_args(job: Job, writer: dict[str, Any], served: bool = False, spool: bool = False) -> dict[str, Any]:
     """What makes an engine write its states: for `vllm.LLM`, and as JSON for `vllm serve`.
 
     Args:
         job: what is captured.
         writer: fields of `WriterConfig` beside those that the config has.
-        clean: whether the engine removes what a killed one left in the folder.
+        served: whether the engine is a server, which is not started for one capture and has to put its folder in order.
+        spool: whether samples have slots.
     """
     capture, ids = job.config.capture, [*job.layer_ids, job.target.num_layers]
     cores = len(os.sched_getaffinity(0)) // job.engines
@@ -187,8 +219,8 @@ def connector_args(job: Job, writer: dict[str, Any], clean: bool = False) -> dic
                 "folder": str(job.folder.absolute()),
                 "layer_ids": ids,
                 "gather_bytes": capture.gather_bytes,
-                "clean": clean,
-                "spool": job.spool,
+                "served": served,
+                "spool": spool,
                 "writer": {
                     "shard_bytes": capture.shard_bytes,
                     "pending_bytes": capture.pending_bytes,
@@ -202,7 +234,7 @@ def connector_args(job: Job, writer: dict[str, Any], clean: bool = False) -> dic
     }
 
 
-def _params(sample: Sample, save_to: str | None = None, prompt_logprobs: int | None = None, slot: Slot = None) -> Any:
+def _params(sample: Sample, save_to: str | None = None, prompt_logprobs: int | None = None, slot: Any = None) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -214,8 +246,8 @@ def _params(sample: Sample, save_to: str | None = None, prompt_logprobs: int | N
     )
 
 
-def transfer_params(sample: Sample, save_to: str | None = None, slot: Slot = None) -> dict[str, Any]:
-    """What the connector is told of a request: whose states these are, which rows are labels, where they go."""
+def transfer_params(sample: Sample, save_to: str | None = None, slot: Any = None) -> dict[str, Any]:
+    """What the connector is told of a request: whose states these are, and which rows are labels."""
     spans = [list(s) for s in sample.loss_spans]
     return {"sample_id": sample.sample_id, "loss_spans": spans, "save_to": save_to, "slot": slot}
 

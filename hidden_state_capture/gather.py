@@ -9,7 +9,7 @@ device. Only rows with a label bring their last state along.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -42,19 +42,13 @@ class SampleRows:
     slot: dict[str, Any] | None = None
 
     @classmethod
-    def of(
-        cls,
-        sample_id: str,
-        input_ids: list[int],
-        loss_spans: Any,
-        save_to: str | None = None,
-        slot: dict[str, Any] | None = None,
-    ) -> "SampleRows":
+    def of(cls, sample_id: str, input_ids: list[int], loss_spans: Any, save_to: Any = None, slot: Any = None) -> Self:
         """From token ids and the [start, end) of every reply."""
         mask = np.zeros(len(input_ids), dtype=np.uint8)
         for start, end in loss_spans:
             mask[start:end] = 1
-        return cls(sample_id, np.array(input_ids, dtype=np.int32), mask, np.flatnonzero(mask[1:]), save_to, slot)
+        ids = np.array(input_ids, dtype=np.int32)
+        return cls(sample_id, ids, mask, np.flatnonzero(mask[1:]), save_to, slot)
 
 
 @dataclass

@@ -3,10 +3,13 @@
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 
+from draftsmith.core.atomic import write_json
 from draftsmith.core.engine import has_cuda, in_engine_processes
 from draftsmith.core.errors import UserError
 from draftsmith.core.progress import meter
+from draftsmith.core.store import PROBE
 from draftsmith.hidden_state_capture.driver import Job, Replica
 from draftsmith.hidden_state_capture.todo import Head, shares, windows
 
@@ -58,7 +61,7 @@ def _capture_share(job: Job, index: int, wanted: set[str], devices: str | None) 
     samples = windows(job.samples, wanted, WINDOW_STEPS * job.config.capture.max_batched_tokens)
     label = "hidden states" if job.engines == 1 else f"hidden states (engine {index + 1} of {job.engines})"
     with Replica(job, index) as replica:
-        replica.probe()
+        write_json(job.folder / PROBE, asdict(replica.probe()))
         with meter(label, len(wanted), "samples") as shown:
             replica.prefill(samples, shown)
         replica.flush()

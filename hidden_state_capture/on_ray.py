@@ -8,12 +8,15 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
+from draftsmith.core.atomic import write_json
 from draftsmith.core.engine import last_line, lead_group
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.samples import Sample
+from draftsmith.core.store import PROBE
 from draftsmith.hidden_state_capture.driver import Job, Replica
 from draftsmith.hidden_state_capture.shard import committed_shards, rejected_samples
 from draftsmith.hidden_state_capture.todo import Head, windows
@@ -27,12 +30,12 @@ class Capturer:
 
     def __init__(self, job: Job, index: int) -> None:
         lead_group(os.getpid())  # vLLM's own processes end with this one
-        self._replica = Replica(job, index)
+        self._folder, self._replica = job.folder, Replica(job, index)
         self._replica.__enter__()
 
     def probe(self) -> None:
         """Check that these are the target's own states."""
-        self._replica.probe()
+        write_json(self._folder / PROBE, asdict(self._replica.probe()))
 
     def capture(self, samples: list[Sample]) -> int:
         """Capture a chunk; how many samples it had. They are not all on disk yet."""

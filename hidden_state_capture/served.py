@@ -37,7 +37,7 @@ _PATIENCE = 120.0  # seconds without any progress on disk
 def serve_args(job: Job) -> str:
     """The command line of a server that captures for this run."""
     capture, target = job.config.capture, job.config.target
-    args = connector_args(job, {"seal_after": capture.seal_after}, clean=True)
+    args = connector_args(job, {"seal_after": capture.seal_after}, served=True)
     flags: dict[str, Any] = {
         "dtype": engine_dtype(target),
         "tensor-parallel-size": target.tensor_parallel,

@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ from torch import Tensor
 from draftsmith.core.atomic import TMP_MARK, fsync_path, remove_leftovers, write_text
 from draftsmith.core.damage import reading
 from draftsmith.core.manifest import MANIFEST
-from draftsmith.core.store import LAST_TENSORS, TOKEN_TENSORS, shard_name
+from draftsmith.core.store import HEADER_BYTES, LAST_TENSORS, TOKEN_TENSORS, shard_name
 from draftsmith.hidden_state_capture.gather import SampleRows
 
-# The header is padded to this, so that the states begin on a page of the file.
-_DATA_START = 4096
 _DTYPES = {
     torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32",
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8",
@@ -58,7 +57,10 @@ class Tail:
 
 
 class OpenShard:
-    """A shard that samples are added to; `seal` commits it, `discard` leaves nothing."""
+    """A shard that samples are added to; `seal` commits it, `discard` leaves nothing.
+
+    Several threads may add samples at once: only the places in the file are given out one after another.
+    """
 
     def __init__(self, folder: Path, number: int, lasts: Tail) -> None:
         self.path = folder / shard_name(number)
@@ -69,7 +71,7 @@ class OpenShard:
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in _AFTER if name != "last_states"}
         self._like: dict[str, Tensor] = {}
         self._aux_bytes = 0
-        self._adding = threading.Lock()
+        self._lock = threading.Lock()
         self.rows: list[dict[str, Any]] = []
         self.tokens = self.last_tokens = self.nbytes = 0
 
@@ -81,44 +83,38 @@ class OpenShard:
         data = {name: _bytes(tensor) for name, tensor in states.items()}
         ids, mask = sample.input_ids_T.view(np.uint8), sample.loss_mask_T
         sha256 = _sha256(data | {"input_ids": ids, "loss_mask": mask})
-        with self._adding:  # hashing and writing go on beside one another
-            at = self._place(sample, states, data, sha256)
-        _write(self._fd, data["aux_states"], _DATA_START + at)
+        with self._lock:
+            self.rows.append(
+                {
+                    "sample_id": sample.sample_id, "row": len(self.rows), "start": self.tokens, "length": len(mask),
+                    "last_start": self.last_tokens, "last_length": len(sample.last_rows_M),
+                    "supervised_tokens": int(mask.sum()), "sha256": sha256,
+                }
+            )  # fmt: skip
+            at = HEADER_BYTES + self._aux_bytes
+            self._aux_bytes += len(data["aux_states"])
+            self._lasts.append(data["last_states"])
+            for name in data.keys() & {"aux_scales", "last_scales"}:
+                self._parts[name].append(data[name].copy())
+            self._parts["input_ids"].append(ids)
+            self._parts["loss_mask"].append(mask)
+            self._parts["last_rows"].append((sample.last_rows_M + self.tokens).astype(np.int32).view(np.uint8))
+            self._like = states
+            self.tokens += len(mask)
+            self.last_tokens += len(sample.last_rows_M)
+            self.nbytes += sum(map(len, data.values())) + ids.nbytes + mask.nbytes + 4 * len(sample.last_rows_M)
+        _write(self._fd, data["aux_states"], at)
 
-    def _place(self, sample: SampleRows, states: dict[str, Tensor], data: dict[str, np.ndarray], sha256: str) -> int:
-        """Note a sample; where its auxiliary states go."""
-        ids, mask, at = sample.input_ids_T.view(np.uint8), sample.loss_mask_T, self._aux_bytes
-        self.rows.append(
-            {
-                "sample_id": sample.sample_id, "row": len(self.rows), "start": self.tokens, "length": len(mask),
-                "last_start": self.last_tokens, "last_length": len(sample.last_rows_M),
-                "supervised_tokens": int(mask.sum()),
-                "sha256": sha256,
-            }
-        )  # fmt: skip
-        self._aux_bytes += len(data["aux_states"])
-        self._lasts.append(data["last_states"])
-        for name in data.keys() & {"aux_scales", "last_scales"}:
-            self._parts[name].append(data[name].copy())
-        self._parts["input_ids"].append(ids)
-        self._parts["loss_mask"].append(mask)
-        self._parts["last_rows"].append((sample.last_rows_M + self.tokens).astype(np.int32).view(np.uint8))
-        self._like = states
-        self.tokens += len(mask)
-        self.last_tokens += len(sample.last_rows_M)
-        self.nbytes += sum(map(len, data.values())) + ids.nbytes + mask.nbytes + 4 * len(sample.last_rows_M)
-        return at
-
-    def seal(self, **more: Any) -> dict[str, Any]:
-        """Finish the file, put it in its place and commit it, with `more` in the sidecar; its entry of the manifest."""
+    def seal(self, **more: Any) -> None:
+        """Finish the file, put it in its place and commit it; `more` is said in its sidecar."""
         starts = [row["start"] for row in self.rows] + [self.tokens]
         self._parts["sample_offsets"] = [np.array(starts, dtype=np.int64).view(np.uint8)]
-        at, ends = _DATA_START + self._aux_bytes, {"aux_states": self._aux_bytes}
+        at, ends = HEADER_BYTES + self._aux_bytes, {"aux_states": self._aux_bytes}
         for name in _AFTER:
             for part in [self._lasts.view()] if name == "last_states" else self._parts[name]:
                 _write(self._fd, part, at)
                 at += len(part)
-            ends[name] = at - _DATA_START
+            ends[name] = at - HEADER_BYTES
         _write(self._fd, np.frombuffer(self._header(ends), dtype=np.uint8), 0)
         with mmap.mmap(self._fd, 0, prot=mmap.PROT_READ) as whole:
             sha256 = hashlib.sha256(whole).hexdigest()
@@ -134,10 +130,15 @@ class OpenShard:
             "tokens": self.tokens,
         }
         write_text(self.path.with_suffix(".json"), json.dumps({"shard": entry, "rows": self.rows, **more}))
-        return entry
+
+    def give_room(self) -> None:
+        """Free what has been written, from any thread; the shard is lost and has to be discarded by its own."""
+        self._tmp.unlink(missing_ok=True)
+        with suppress(OSError):  # it was closed this moment
+            os.ftruncate(self._fd, 0)
 
     def discard(self) -> None:
-        """Remove what has been written; a full disk then has room for more than a message."""
+        """Remove what has been written."""
         self._close()
         self._tmp.unlink(missing_ok=True)
 
@@ -162,8 +163,8 @@ class OpenShard:
                 dtype, shape = tensors[name]
                 header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
             begin = end
-        text = json.dumps(header).encode().ljust(_DATA_START - 8)
-        assert len(text) == _DATA_START - 8
+        text = json.dumps(header).encode().ljust(HEADER_BYTES - 8)
+        assert len(text) == HEADER_BYTES - 8
         return len(text).to_bytes(8, "little") + text
 
 

@@ -14,7 +14,7 @@ from draftsmith.core.lineage import check_upstream
 from draftsmith.core.manifest import read_manifest, require_manifest
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.run import RunFolder
-from draftsmith.core.samples import Sample, TrainSamples
+from draftsmith.core.samples import TrainSamples
 from draftsmith.core.spool import (
     CAPTURE,
     POLL_SECONDS,
@@ -30,25 +30,14 @@ from draftsmith.core.spool import (
 from draftsmith.core.store import shard_name
 from draftsmith.core.target import Target, resolve_target
 from draftsmith.data.batching import spool_plan
-from draftsmith.hidden_state_capture.driver import Job, Replica
+from draftsmith.hidden_state_capture.driver import capture_spool
 from draftsmith.hidden_state_capture.shard import committed_shards
 from draftsmith.hidden_state_capture.writer import FAILURE
 
-Prefill = Callable[[Config, Target, list[int], "ShardQueue"], None]
+Prefill = Callable[[Config, Target, list[int], TrainSamples, "ShardQueue"], None]
 
 
-def prefill_queue(config: Config, target: Target, layer_ids: list[int], queue: "ShardQueue") -> None:
-    """Capture what the queue gives, on an engine in this process."""
-    run = RunFolder.of(config)
-    everything = queue.total  # too many rejected samples are the queue's to judge
-    with Replica(Job(config, target, layer_ids, run.samples, run.spool, 0, 1, everything, spool=True), 0) as replica:
-        replica.probe()
-        while queue.wait():
-            replica.prefill_slots(queue.take, queue.shown)
-        replica.flush()
-
-
-def feed_training(config: Config, prefill: Prefill = prefill_queue) -> None:
+def feed_training(config: Config, prefill: Prefill = capture_spool) -> None:
     """Capture for a training until it has everything; to be called in the engine's process.
 
     Args:
@@ -72,17 +61,18 @@ def feed_training(config: Config, prefill: Prefill = prefill_queue) -> None:
     write_json(folder / f"{CAPTURE}.json", {"inputs": inputs})
     with held(folder, CAPTURE):
         trainer = Trainer(folder)
+        write_json(folder / f"{CAPTURE}.json", {"inputs": inputs, "session": trainer.session})
         samples = TrainSamples(run.samples, states["longest"])
         plan = spool_plan(samples, config, states, trainer.world_size)
         origin = made_from(inputs, trainer.world_size)
         todo = shards_to_make(folder, plan, origin, trainer.steps_done())
         if not todo:
             return
-        queue = ShardQueue(config, samples, plan, todo, origin, trainer)
+        queue = ShardQueue(config, plan, todo, origin, trainer)
         # Beside a training that started it, the capture leaves the terminal to the training.
         alone = config.capture.spool_capture == "own"
         with meter("hidden states", queue.total, "samples") if alone else nullcontext() as queue.shown:
-            prefill(config, target, states["layer_ids"], queue)
+            prefill(config, target, states["layer_ids"], samples, queue)
 
 
 class Trainer:
@@ -95,7 +85,7 @@ class Trainer:
         while not is_alive(folder, TRAINER):
             time.sleep(POLL_SECONDS)
         self._state = self._read()
-        self._session = self._state["session"]
+        self.session: str = self._state["session"]
         self.world_size: int = self._state["world_size"]
         self._looked = time.monotonic()
 
@@ -111,7 +101,7 @@ class Trainer:
         if time.monotonic() - self._looked >= POLL_SECONDS:
             self._looked = time.monotonic()
             alive, state = is_alive(self.folder, TRAINER), self._read()
-            if not alive or state["session"] != self._session:
+            if not alive or state["session"] != self.session:
                 raise StageFailed(
                     f"the training has ended, at step {self._state['step']}, and the capture with it. Start it again "
                     "to go on."
@@ -130,10 +120,10 @@ def shards_to_make(folder: Path, plan: SpoolPlan, origin: str, step: int) -> lis
         origin: fingerprint of the shards that fit (see `made_from`).
         step: the training goes on from this optimizer step.
     """
-    if step >= len(plan.steps):
-        return []
     remove_leftovers(folder)
     (folder / FAILURE).unlink(missing_ok=True)
+    if step >= len(plan.steps):
+        return []
     whole = {
         int(Path(s["shard"]["file"]).stem.split("-")[1])
         for s in committed_shards(folder)
@@ -157,16 +147,15 @@ class ShardQueue:
     """What is to be captured next: the samples of one shard after the other, each begun when there is room for it.
 
     Attributes:
+        taken: samples given out.
         total: samples in all.
-        shown: where their progress is shown.
+        shown: counts them, if set.
     """
 
-    def __init__(
-        self, config: Config, samples: TrainSamples, plan: SpoolPlan, todo: list[int], origin: str, trainer: Trainer
-    ) -> None:
-        self.config, self.samples, self.plan = config, samples, plan
-        self.trainer, self.folder = trainer, trainer.folder
+    def __init__(self, config: Config, plan: SpoolPlan, todo: list[int], origin: str, trainer: Trainer) -> None:
+        self.config, self.plan, self.trainer, self.folder = config, plan, trainer, trainer.folder
         self.total = sum(len(plan.samples(plan.shards[n])) for n in todo)
+        self.taken = 0
         self.shown: Meter | None = None
         self._todo, self._origin = deque(todo), origin
         self._asked: deque[tuple[int, dict[str, Any]]] = deque()
@@ -176,14 +165,16 @@ class ShardQueue:
         self._judged = self._oldest
         self._rejected: Counter[str] = Counter()
 
-    def take(self) -> tuple[Sample, dict[str, Any]] | None:
-        """The next sample and its slot; None while there is no room for its shard, and at the end."""
+    def take(self) -> tuple[int, dict[str, Any]] | None:
+        """The next sample's number and slot; None while there is no room for its shard, and at the end."""
         if not self._asked and self._todo and self._has_room():
             self._begin(self.plan.shards[self._todo.popleft()])
         if not self._asked:
             return None
-        number, slot = self._asked.popleft()
-        return self.samples[number], slot
+        self.taken += 1
+        if self.shown:
+            self.shown.advance()
+        return self._asked.popleft()
 
     def wait(self) -> bool:
         """Sleep until `take` has something; False when everything was taken.

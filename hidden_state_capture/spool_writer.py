@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.core.atomic import remove_leftovers, write_text
+from draftsmith.core.atomic import write_text
 from draftsmith.core.store import shard_name
 from draftsmith.hidden_state_capture.gather import SampleRows
 from draftsmith.hidden_state_capture.shard import OpenShard, Tail
-from draftsmith.hidden_state_capture.writer import ShardWriter, WriterConfig, _Lane, unusable
+from draftsmith.hidden_state_capture.writer import Lane, ShardWriter, WriterConfig
 
 
 @dataclass
 class _Coming:
-    """A shard of which `left` samples are still to come."""
+    """A shard whose samples are coming."""
 
-    left: int
     shard: OpenShard | None = None
+    there: int = 0
     rejected: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -36,48 +36,59 @@ class SpoolWriter(ShardWriter):
         self._lock = threading.Lock()
         super().__init__(folder, config)
 
-    def _add_one(self, lane: _Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
-        slot = sample.slot
-        if slot is None:  # the probe
-            super()._add_one(lane, sample, tensors)
-            return
-        reason = unusable(tensors.pop("aux_peaks"), tensors.pop("last_peaks"))
+    def _keep(self, lane: Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
+        coming = self._of(sample)
         with self._lock:
-            coming = self._coming.setdefault(slot["shard"], _Coming(slot["samples"]))
-            if reason:
-                coming.rejected.append({"sample_id": sample.sample_id, "reason": reason})
-            elif coming.shard is None:
-                coming.shard = OpenShard(self.folder, slot["shard"], Tail())
-        if not reason and coming.shard:
-            coming.shard.add(sample, tensors)
-        with self._lock:
-            coming.left -= 1
-            whole = coming.left == 0
-        if whole:
-            self._commit(slot, coming)
-            with self._lock:
-                del self._coming[slot["shard"]]
-        with self._change:
-            self.written += 1
+            if coming.shard is None:
+                coming.shard = OpenShard(self.folder, self._slot(sample)["shard"], Tail())
+        coming.shard.add(sample, tensors)
+        self._count(sample, coming)
 
-    def _commit(self, slot: dict[str, Any], coming: _Coming) -> None:
-        self.rejected += coming.rejected
+    def _reject(self, sample: SampleRows, entry: dict[str, str]) -> None:
+        coming = self._of(sample)
+        with self._lock:
+            coming.rejected.append(entry)
+            self.rejected.append(entry)
+        self._count(sample, coming)
+
+    def _of(self, sample: SampleRows) -> _Coming:
+        with self._lock:
+            return self._coming.setdefault(self._slot(sample)["shard"], _Coming())
+
+    def _count(self, sample: SampleRows, coming: _Coming) -> None:
+        """Commit the shard if this was its last sample."""
+        slot = self._slot(sample)
+        with self._lock:
+            coming.there += 1
+            if coming.there < slot["samples"]:
+                return
+            del self._coming[slot["shard"]]
         more = {"steps": slot["steps"], "made_from": slot["made_from"], "rejected": coming.rejected}
         if coming.shard:
             coming.shard.seal(**more)
-            return
-        path = self.folder / shard_name(slot["shard"])
-        sidecar = {"shard": {"file": path.name, "bytes": 0}, "rows": [], **more}
-        write_text(path.with_suffix(".json"), json.dumps(sidecar))
+        else:
+            path = self.folder / shard_name(slot["shard"])
+            nothing = {"shard": {"file": path.name, "bytes": 0}, "rows": [], **more}
+            write_text(path.with_suffix(".json"), json.dumps(nothing))
 
-    def _drop(self, lane: _Lane) -> None:
-        """What is not whole goes, so that a full disk has room; its files stay open until the process ends."""
-        super()._drop(lane)
-        remove_leftovers(self.folder)
+    def _slot(self, sample: SampleRows) -> dict[str, Any]:
+        assert sample.slot is not None
+        return sample.slot
 
     def flush(self) -> None:
-        """Wait until everything queued is on disk; by then every shard must be whole."""
+        """Wait until everything queued is on disk.
+
+        Raises:
+            RuntimeError: the writer failed, or some shards lack samples.
+        """
         super().flush()
         if self._coming:
-            left = {number: coming.left for number, coming in self._coming.items()}
-            raise RuntimeError(f"of these shards, so many samples have not come from the engine: {left}")
+            missing = {number: coming.there for number, coming in self._coming.items()}
+            raise RuntimeError(f"of these shards, only so many samples have come from the engine: {missing}")
+
+    def _drop(self, lane: Lane) -> None:
+        with self._lock:
+            for coming in self._coming.values():
+                if coming.shard:
+                    coming.shard.give_room()
+            self._coming.clear()

@@ -59,7 +59,7 @@ def capture(config: Config, part: tuple[int, int] | None = None) -> None:
         run.open(config)
     folder.mkdir(exist_ok=True)
     _continue_only_alike(folder, inputs)
-    heads = heads_to_store(config, read_heads(run.samples))
+    heads = heads_to_store(config)
     if part:
         heads = shares(heads, part[1])[part[0]]
     captured = Captured(config, target, layer_ids, heads, too_long(heads, config, target), inputs, folder, part)
@@ -80,8 +80,9 @@ def capture_inputs(config: Config, target: Target, layer_ids: list[int], run: Ru
     }
 
 
-def heads_to_store(config: Config, heads: list[Head]) -> list[Head]:
+def heads_to_store(config: Config) -> list[Head]:
     """All samples; in spool mode those that are needed once training is done."""
+    heads = read_heads(RunFolder.of(config).samples)
     if config.capture.mode == "store":
         return heads
     # Where none are held out, the export is proven on some of the others.

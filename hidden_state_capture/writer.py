@@ -9,6 +9,7 @@ import itertools
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from draftsmith.hidden_state_capture.shard import OpenShard, Tail
 FAILURE = "failure.json"
 # What the connector was told and found, for a driver that did not start its engine.
 CONNECTOR = "connector.json"
+_TRIES, _WAIT = 20, 0.05  # of leaving the reason on a full disk; seconds
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class _Flush:
 
 
 @dataclass
-class _Lane:
+class Lane:
     """What one thread is filling."""
 
     shard: OpenShard | None = None
@@ -116,6 +118,7 @@ class ShardWriter:
         self._numbers = itertools.count(config.first, config.step)
         self._queue: queue.Queue[Batch | _Flush] = queue.Queue()
         self._threads: list[threading.Thread] = []
+        self._lanes: list[Lane] = []
         self._pending = 0
         self._change = threading.Condition()
         self._error: BaseException | None = None
@@ -157,7 +160,8 @@ class ShardWriter:
         self._threads[-1].start()
 
     def _run(self) -> None:
-        lane = _Lane()
+        lane = Lane()
+        self._lanes.append(lane)
         while True:
             try:
                 item = self._queue.get(timeout=self.config.seal_after)
@@ -174,31 +178,39 @@ class ShardWriter:
                 self._pending -= item.nbytes
                 self._change.notify_all()
 
-    def _guarded(self, lane: _Lane, work: Callable[[], None]) -> None:
+    def _guarded(self, lane: Lane, work: Callable[[], None]) -> None:
         """Do it unless the writer has failed; an error here must stop the run, so it is kept for the producer."""
         if self._error is None:
             try:
                 work()
             except BaseException as error:
                 self._error = self._error or error
-                self._drop(lane)  # first of all: on a full disk it makes room for the reason
+                self._drop(lane)
                 self._tell(error)
         if self._error is not None:
             self._drop(lane)
 
     def _tell(self, error: BaseException) -> None:
+        """Leave the reason in a file, for those who only see the engine die; `check` raises it too."""
         with self._change:
             self._change.notify_all()
         disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        with suppress(OSError):  # `check` raises it too; the file is for those who only see the engine die
-            write_text(self.folder / FAILURE, json.dumps({"reason": str(error), "disk_full": disk_full}))
+        text = json.dumps({"reason": str(error), "disk_full": disk_full})
+        for _ in range(_TRIES):  # another thread may just have filled what was freed
+            for lane in self._lanes:
+                if shard := lane.shard:
+                    shard.give_room()
+            with suppress(OSError):
+                write_text(self.folder / FAILURE, text)
+                return
+            time.sleep(_WAIT)
 
-    def _drop(self, lane: _Lane) -> None:
+    def _drop(self, lane: Lane) -> None:
         if lane.shard is not None:
             lane.shard.discard()
             lane.shard = None
 
-    def _add(self, lane: _Lane, batch: Batch) -> None:
+    def _add(self, lane: Lane, batch: Batch) -> None:
         tensors = batch.collect()
         start = last_start = 0
         for sample in batch.samples:
@@ -210,23 +222,26 @@ class ShardWriter:
             self._add_one(lane, sample, mine)
             start, last_start = end, last_end
 
-    def _add_one(self, lane: _Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
+    def _add_one(self, lane: Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
         reason = unusable(tensors.pop("aux_peaks"), tensors.pop("last_peaks"))
         if sample.save_to:
             alone = tensors | sample_tensors(sample)
             write_atomic(Path(sample.save_to), lambda tmp: save_file(alone, tmp))
         elif reason:
-            self._reject({"sample_id": sample.sample_id, "reason": reason})
+            self._reject(sample, {"sample_id": sample.sample_id, "reason": reason})
         else:
-            if lane.shard is None:
-                lane.shard = OpenShard(self.folder, next(self._numbers), lane.lasts)
-            lane.shard.add(sample, tensors)
-            if lane.shard.nbytes >= self.config.shard_bytes:
-                self._seal(lane)
+            self._keep(lane, sample, tensors)
         with self._change:
             self.written += 1
 
-    def _reject(self, entry: dict[str, str]) -> None:
+    def _keep(self, lane: Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
+        if lane.shard is None:
+            lane.shard = OpenShard(self.folder, next(self._numbers), lane.lasts)
+        lane.shard.add(sample, tensors)
+        if lane.shard.nbytes >= self.config.shard_bytes:
+            self._seal(lane)
+
+    def _reject(self, sample: SampleRows, entry: dict[str, str]) -> None:
         """Remember it on disk at once: a run that goes on after a kill must neither forget nor repeat it."""
         number = next(self._numbers)
         write_text(self.folder / f"rejected-{number:05d}.json", json.dumps([entry]))
@@ -238,7 +253,7 @@ class ShardWriter:
                 f"capture.max_rejected_share allows {limit}"
             )
 
-    def _seal(self, lane: _Lane) -> None:
+    def _seal(self, lane: Lane) -> None:
         if lane.shard is not None:
             lane.shard.seal()
             lane.shard = None

@@ -43,21 +43,27 @@ def drawn_states(number: int, tokens: int) -> torch.Tensor:
 def prefill(spoiled: tuple[str, ...] = (), shuffled: bool = True) -> Callable[..., None]:
     """A capture that draws states; of `spoiled` samples they are not finite. Samples end in any order."""
 
-    def capture(config: Config, target: Any, layer_ids: list[int], queue: ShardQueue) -> None:
-        sizes = (config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage)
+    def capture(config: Config, target: Any, layer_ids: list[int], samples: Any, queue: ShardQueue) -> None:
+        sizes = config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage
         writer = SpoolWriter(RunFolder.of(config).spool, WriterConfig(*sizes, threads=2))
+        put = 0
         while queue.wait():
             asked = []
             while (one := queue.take()) is not None:
                 asked.append(one)
             if shuffled:
                 random.shuffle(asked)
-            for sample, slot in asked:
+            for number, slot in asked:
+                sample = samples[number]
                 states = drawn_states(int(sample.sample_id[2:5]), len(sample.input_ids))
                 if sample.sample_id in spoiled:
                     states[0] = float("nan")
                 spans = [list(span) for span in sample.loss_spans]
                 writer.put(SampleStates(sample.sample_id, sample.input_ids, spans, states, bool, slot=slot))
+            put += len(asked)
+            while writer.written < put:  # as the driver of an engine settles before it waits for room
+                writer.check()
+                time.sleep(0.001)
         writer.flush()
 
     return capture

@@ -205,7 +205,7 @@ class SpoolFeed(Feed):
                 if not self._capture_seen:
                     self._compare()
                 self._capture_seen = True
-            elif self._capture_seen:
+            elif self._capture_seen or self._was_begun():
                 self._explain(path)
             if not told and time.monotonic() - began > _TELL_SECONDS:
                 say(f"spool: training waits for {path.stem}" + ("" if self._capture_seen else "; no capture runs yet"))
@@ -213,6 +213,11 @@ class SpoolFeed(Feed):
             if self._stop.wait(POLL_SECONDS):
                 raise StageFailed("training has ended.")
         return found
+
+    def _was_begun(self) -> bool:
+        """Whether a capture has begun for this training, and be it in a moment when nobody looked."""
+        there, ours = (read_json(self.folder / f"{side}.json") or {} for side in (CAPTURE, TRAINER))
+        return there.get("session") is not None and there["session"] == ours.get("session")
 
     def _compare(self) -> None:
         there = read_json(self.folder / f"{CAPTURE}.json") or {"inputs": {}}

@@ -157,3 +157,18 @@ def test_a_name_that_is_none(hub, exported):
 
     with pytest.raises(UserError, match=r"--push-to-hub a/b/c"):
         push_to_hub(exported(), "a/b/c")
+
+
+def test_the_command_line(hub, trained_run, config_file):
+    from typer.testing import CliRunner
+
+    from draftsmith.core.cli import app
+
+    line = ["export", "--config", config_file(trained_run), "--checkpoint", "step-8", "--push-to-hub", "owner/draft"]
+    done = CliRunner().invoke(app, line)
+    assert isinstance(done.exception, UserError) and "served: not run: export.verify is offline" in str(done.exception)
+    assert not hub.files
+    done = CliRunner().invoke(app, [*line, "--force"], catch_exceptions=False)
+    assert done.exit_code == 0 and "uploaded: " in done.output
+    assert json.loads(hub.files["config.json"])["eagle_aux_hidden_state_layer_ids"] == [3, 4, 5]
+    assert b"test, step-0000008" in hub.files["README.md"]

@@ -55,3 +55,11 @@ def test_served_acceptance_is_what_replay_predicted(run):
     [replayed], [served] = report["replay"], report["served"]
     assert served["acceptance_length"] > 1.2
     assert served["acceptance_length"] == pytest.approx(replayed["acceptance_length"], rel=0.02)
+
+
+def test_the_export_was_proven_on_this_gpu(run):
+    proof = json.loads((run / "export" / "verification.json").read_text())
+    assert (proof["passed"], proof["served"]) == (True, "checked"), proof["problems"]
+    checks = {c["name"]: c for c in proof["checks"]}
+    assert checks["served logits"]["measured"]["relative_error"] < 0.05  # None would say that no hook saw them
+    assert checks["served drafts"]["measured"]["equal"][0] >= 14  # of 16

@@ -14,7 +14,6 @@ from draftsmith.data.batching import spool_plan
 from draftsmith.hidden_state_capture.finish import Captured, finish
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.hidden_state_capture.stage import capture_inputs, heads_to_store
-from draftsmith.hidden_state_capture.todo import read_heads
 from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, WriterConfig
 
 # A step has about 26,000 bytes: three shards fit, of a step each.
@@ -41,16 +40,17 @@ def recaptured(changed):
 def _capture(config):
     run, target = RunFolder.of(config), resolve_target(config.target)
     shutil.rmtree(run.hidden_states)
-    layer_ids = resolve_layer_ids(config.capture, target.num_layers)
-    heads, inputs = heads_to_store(config, read_heads(run.samples)), capture_inputs(config, target, layer_ids, run)
-    sizes = (config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage)
-    writer, kept = ShardWriter(run.hidden_states, WriterConfig(*sizes)), {h.sample_id for h in heads}
-    for s in [s for s in read_samples(run.samples) if s.sample_id in kept]:
+    heads, layer_ids = heads_to_store(config), resolve_layer_ids(config.capture, target.num_layers)
+    sizes = config.capture.shard_bytes, config.capture.pending_bytes, config.capture.storage
+    writer = ShardWriter(run.hidden_states, WriterConfig(*sizes))
+    wanted = {h.sample_id for h in heads}
+    for s in (s for s in read_samples(run.samples) if s.sample_id in wanted):
         states = spool_sides.drawn_states(int(s.sample_id[2:5]), len(s.input_ids))
         writer.put(SampleStates(s.sample_id, s.input_ids, [list(x) for x in s.loss_spans], states, ready=bool))
     writer.flush()
     probe = {"norm_form": "rms", "eps": 1e-6, "argmax_agreement": 1.0, "positions": 8, "state_errors": None}
     (run.hidden_states / "probe.json").write_text(json.dumps(probe))
+    inputs = capture_inputs(config, target, layer_ids, run)
     finish(Captured(config, target, layer_ids, heads, [], inputs, run.hidden_states))
     return config
 

@@ -368,7 +368,7 @@ def test_evaluations_come_at_their_interval_and_at_the_end(synthetic_run):
 
 
 def test_the_loss_falls(synthetic_run, changed):
-    config = changed(synthetic_run, train={"epochs": 12, "learning_rate": 1e-2})
+    config = changed(synthetic_run, train={"epochs": 12, "learning_rate": 1e-2, "eval_interval": 1000})
     train(config)
     losses = [r["loss"] for r in logged(config) if "loss" in r]
     assert losses[-1] < 0.8 * losses[0]
