@@ -208,7 +208,10 @@ class SpoolFeed(Feed):
             elif self._capture_seen or self._was_begun():
                 self._explain(path)
             if not told and time.monotonic() - began > _TELL_SECONDS:
-                say(f"spool: training waits for {path.stem}" + ("" if self._capture_seen else "; no capture runs yet"))
+                say(
+                    f"spool: training waits for {path.stem}"
+                    + ("" if self._capture_seen else "; the capture is not there yet")
+                )
                 told = True
             if self._stop.wait(POLL_SECONDS):
                 raise StageFailed("training has ended.")
