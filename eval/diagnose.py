@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from safetensors import safe_open
 from torch import Tensor
 
 from draftsmith.core.checkpoint import Checkpoint, chosen_checkpoint, read_checkpoint
@@ -88,6 +89,10 @@ def diagnose(
     model.load_state_dict(checkpoint.tensors)
     trained = Trained(model.eval(), checkpoint.target_ids, checkpoint.layer_ids)
     ids: list[int] = sample.input_ids_T.tolist()
+    if (offsets := _offsets_on_disk(folder)) is not None and _outside(offsets, checkpoint.shape.vocab_size):
+        # An engine would die of these, or write past its logits.
+        findings = [_layer_ids(trained, folder), _d2t(trained, {"d2t": offsets})]
+        return {"first_difference": "d2t", "findings": findings}
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as scratch:
         seen = engine_parts(config, target, folder, ids, Path(scratch) / "parts.safetensors")
     findings = list(_findings(config, trained, folder, sample, seen))
@@ -182,6 +187,20 @@ def _after_qkv(
     mixed = attend(q, k, v, [], positions, (0, size), shape.sliding_window)
     ours = draft.midlayer.self_attn.o_proj(mixed.flatten(-2))
     yield "attention", ours, engine["attention"], "sliding window, o_proj"
+
+
+def _offsets_on_disk(folder: Path) -> Tensor | None:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            if "d2t" in set(tensors.keys()):
+                offsets: Tensor = tensors.get_tensor("d2t")
+                return offsets.long()
+    return None
+
+
+def _outside(offsets: Tensor, vocab_size: int) -> bool:
+    ids = offsets + torch.arange(len(offsets))
+    return bool((ids < 0).any() or (ids >= vocab_size).any())
 
 
 def _d2t(trained: Trained, seen: dict[str, Tensor]) -> dict[str, Any]:

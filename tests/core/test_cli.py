@@ -53,7 +53,7 @@ def no_engine(monkeypatch):
         raise AssertionError("the engine was started")
 
     monkeypatch.setattr("draftsmith.data.stage.regenerate", start)
-    monkeypatch.setattr("draftsmith.hidden_state_capture.stage.in_engine_process", start)
+    monkeypatch.setattr("draftsmith.hidden_state_capture.local.in_engine_processes", start)
     monkeypatch.setattr("draftsmith.eval.stage.serve", start)
 
 
