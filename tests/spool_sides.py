@@ -168,9 +168,8 @@ def training(config: Config, log: Path, rank: int, world_size: int) -> None:
 
     SpoolFeed.batch = noted  # type: ignore[method-assign]
     if world_size > 1:
-        os.environ.update(
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-        )
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ.update({**ranks, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"})
     train(config)
 
 

@@ -208,7 +208,10 @@ class SpoolFeed(Feed):
             elif self._capture_seen or self._was_begun():
                 self._explain(path)
             if not told and time.monotonic() - began > _TELL_SECONDS:
-                say(f"spool: training waits for {path.stem}" + ("" if self._capture_seen else "; no capture runs yet"))
+                say(
+                    f"spool: training waits for {path.stem}"
+                    + ("" if self._capture_seen else "; the capture is not there yet")
+                )
                 told = True
             if self._stop.wait(POLL_SECONDS):
                 raise StageFailed("training has ended.")
@@ -216,8 +219,9 @@ class SpoolFeed(Feed):
 
     def _was_begun(self) -> bool:
         """Whether a capture has begun for this training, and be it in a moment when nobody looked."""
-        there, ours = (read_json(self.folder / f"{side}.json") or {} for side in (CAPTURE, TRAINER))
-        return there.get("session") is not None and there["session"] == ours.get("session")
+        there = (read_json(self.folder / f"{CAPTURE}.json") or {}).get("session")
+        ours = self._session if self._leads else read_json(self.folder / f"{TRAINER}.json") or {}
+        return there is not None and there == ours.get("session")
 
     def _compare(self) -> None:
         there = read_json(self.folder / f"{CAPTURE}.json") or {"inputs": {}}
