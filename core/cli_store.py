@@ -108,7 +108,7 @@ def _show_faults(store: Path, verdict: Any) -> None:
         samples, size = sum(s["samples"] for s in shards), sum(s["bytes"] for s in shards)
         say(f"{store}: {samples} samples in {len(shards)} shards, {size / 1e6:,.0f} MB: {what} agree")
         return
-    table = Table(title=f"{store}: {len(verdict.faults)} faults", title_justify="left")
+    table = Table(title=f"{store}: faults ({len(verdict.faults)})", title_justify="left")
     for column in ("shard", "sample", "what is wrong"):
         table.add_column(column)
     for fault in verdict.faults[:_SHOWN]:
