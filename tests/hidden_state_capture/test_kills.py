@@ -21,7 +21,7 @@ from draftsmith.hidden_state_capture.shard import sample_sha256
 from draftsmith.hidden_state_capture.stage import capture_inputs
 from draftsmith.hidden_state_capture.todo import Head
 
-TOTAL, REJECTED, KILLS = 24, 7, 50
+TOTAL, REJECTED, KILLS = 12, 7, 50
 PROBE = '{"norm_form": "rms", "eps": 1e-6, "argmax_agreement": 1.0, "positions": 8, "state_errors": null}'
 # One import of torch for all attempts: each is a fork that goes on from what is on disk, as the stage does, and is
 # killed while its threads are wherever they are. Once a store is finished, the next kills go to a new one.
@@ -108,7 +108,7 @@ def memory_folder(tmp_path):
 def test_fifty_kills_lose_nothing_and_repeat_nothing(memory_folder, synthetic_run):
     target, seed = resolve_target(synthetic_run.target), random.randrange(2**32)
     config = synthetic_run.model_copy(
-        update={"capture": synthetic_run.capture.model_copy(update={"max_rejected_share": 0.05})}
+        update={"capture": synthetic_run.capture.model_copy(update={"max_rejected_share": 0.1})}
     )
     samples = [Sample(f"s{i}", [i] * 8, [(4, 8)], "synthetic", "stop", "train") for i in range(TOTAL)]
     inputs = capture_inputs(config, target, [3, 4, 5], RunFolder.of(config))
