@@ -122,6 +122,7 @@ class ShardWriter:
         self._pending = 0
         self._change = threading.Condition()
         self._error: BaseException | None = None
+        self._told = threading.Event()  # its reason is in FAILURE, or cannot be
         self._start_thread()
 
     def put(self, given: Batch | SampleStates) -> None:
@@ -135,8 +136,8 @@ class ShardWriter:
             self._change.wait_for(
                 lambda: self._error or self._pending == 0 or self._pending + batch.nbytes <= self.config.pending_bytes
             )
-            self.check()
             self._pending += batch.nbytes
+        self.check()  # not in the block: it waits for the thread that has failed
         self._queue.put(batch)
         if self._queue.qsize() > len(self._threads) and len(self._threads) < self.config.threads:
             self._start_thread()
@@ -152,6 +153,7 @@ class ShardWriter:
     def check(self) -> None:
         """Raise the writer's error, if it has failed."""
         if self._error is not None:
+            self._told.wait(2 * _TRIES * _WAIT)  # the engine may die of this, and its driver looks for the reason
             raise RuntimeError(f"hidden-state writer: {self._error}") from self._error
 
     def _start_thread(self) -> None:
@@ -184,9 +186,12 @@ class ShardWriter:
             try:
                 work()
             except BaseException as error:
-                self._error = self._error or error
+                with self._change:
+                    first, self._error = self._error is None, self._error or error
                 self._drop(lane)
-                self._tell(error)
+                if first:
+                    self._tell(error)
+                    self._told.set()
         if self._error is not None:
             self._drop(lane)
 

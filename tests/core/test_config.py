@@ -45,7 +45,7 @@ def test_unknown_section_suggests_the_right_one(config_file):
 
 def test_unknown_key_unlike_any_other_lists_the_known_ones(config_file):
     message = refused(config_file, "eval: {zzz: 1}\n")
-    assert "Known keys: k, temperature, " in message
+    assert "Known keys: k, replay_k, " in message
 
 
 def test_unknown_key_inside_a_list_item_is_placed(config_file):
