@@ -25,6 +25,7 @@ from draftsmith.core.spool import (
     folder_bytes,
     held,
     is_alive,
+    made_from,
     read_json,
     spool_inputs,
 )
@@ -105,6 +106,7 @@ class SpoolFeed(Feed):
         run = RunFolder.of(config)
         self.store, self.folder, self.check = store, run.spool, check
         self.inputs = spool_inputs(config, store.manifest)
+        self._origin = made_from(self.inputs, world_size)
         self._ids = (samples := TrainSamples(run.samples, store.manifest["longest"])).ids
         self._plan = spool_plan(samples, config, store.manifest, world_size)
         self.plan = [shares[rank] for shares in self._plan.steps]
@@ -199,7 +201,7 @@ class SpoolFeed(Feed):
             StageFailed: it has ended.
         """
         began, told = time.monotonic(), False
-        while not (found := read_json(path)):
+        while not (found := self._whole(path)):
             self.check()
             if is_alive(self.folder, CAPTURE):
                 if not self._capture_seen:
@@ -216,6 +218,15 @@ class SpoolFeed(Feed):
             if self._stop.wait(POLL_SECONDS):
                 raise StageFailed("training has ended.")
         return found
+
+    def _whole(self, path: Path) -> dict[str, Any] | None:
+        """The sidecar of a shard, unless that was made from something else or is cut: the capture makes it again."""
+        found = read_json(path)
+        if found is None or found.get("made_from") != self._origin:
+            return None
+        file = self.folder / found["shard"]["file"]
+        size = file.stat().st_size if file.is_file() else 0
+        return found if size == found["shard"]["bytes"] else None
 
     def _was_begun(self) -> bool:
         """Whether a capture has begun for this training, and be it in a moment when nobody looked."""
@@ -236,7 +247,7 @@ class SpoolFeed(Feed):
         give_up = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < give_up:
             self.check()
-            if path.is_file() or self._stop.wait(POLL_SECONDS):
+            if self._whole(path) or self._stop.wait(POLL_SECONDS):
                 return
         raise StageFailed(
             f"the capture has ended without {path.stem}, and training with it. Its own messages say why; start both "

@@ -144,7 +144,7 @@ def main() -> None:
     gpus, shape = [int(g) for g in args.capture_gpus.split(",") if g], args.target
     wanted = [
         "run.name=spool-bench", f"run.dir={args.folder}", "target.dtype=auto", f"data.max_length={args.tokens[1]}",
-        "data.sampling.max_tokens=1", "capture.mode=spool", "capture.spool_bytes=34359738368",
+        "data.sampling.max_tokens=2", "capture.mode=spool", "capture.spool_bytes=34359738368",
         "capture.probe={min_argmax_agreement: 0.0, transformers_max_bytes: 0}", "train.epochs=1000",
         "train.log_interval=5", "train.eval_interval=1000000", "train.save_interval=1000000",
     ]  # fmt: skip

@@ -6,10 +6,11 @@ import pytest
 import spool_sides
 from spool_sides import capture_beside
 
+from draftsmith.core.atomic import write_json
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import TrainSamples
-from draftsmith.core.spool import held, is_alive
+from draftsmith.core.spool import held, is_alive, spool_inputs
 from draftsmith.export.stage import export
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.hidden_state_capture.stage import heads_to_store
@@ -143,9 +144,12 @@ def test_too_many_rejected_samples_stop_both_sides(spool_run):
     ],
 )
 def test_a_capture_with_another_config_is_refused_by_what_differs(spool_run, changed, section, values, named):
-    with capture_beside(spool_run) as ended, pytest.raises(UserError, match=named):
+    run = RunFolder.of(spool_run)
+    run.spool.mkdir()
+    inputs = spool_inputs(spool_run, HiddenStateStore(run.hidden_states).manifest)
+    write_json(run.spool / "capture.json", {"inputs": inputs})
+    with held(run.spool, "capture"), pytest.raises(UserError, match=named):
         train(changed(spool_run, **{section: values}))
-    assert isinstance(ended[0], StageFailed)
 
 
 def test_a_second_capture_and_a_second_training_are_refused(spool_run):

@@ -52,6 +52,7 @@ def planned(config, plan):
     return {(r, s, tuple(ids[n] for n in share)) for s, shares in steps for r, share in enumerate(shares)}
 
 
+@pytest.mark.slow
 def test_kills_of_either_side_change_nothing(spool_run, from_store, config_file, tmp_path, figures, weights, plan_of):
     """Every optimizer step sees the samples of the plan, however often it is made again, and the draft is the same."""
     kills = [f"{DRAW.choice(['capture', 'train0'])}:{DRAW.randint(0, 7)}:{DRAW.uniform(0, 0.1):.3f}" for _ in range(8)]
@@ -69,6 +70,7 @@ def test_kills_of_either_side_change_nothing(spool_run, from_store, config_file,
                 assert "has ended" in outcome["said"][other] and "again to go on" in outcome["said"][other]
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_both_sides_and_a_run_after_it_goes_on(
     spool_run, from_store, config_file, tmp_path, weights, plan_of
 ):
@@ -80,6 +82,7 @@ def test_a_full_disk_stops_both_sides_and_a_run_after_it_goes_on(
     assert batches == planned(spool_run, plan_of(spool_run)) and weights(spool_run) == weights(from_store)
 
 
+@pytest.mark.slow
 def test_two_processes_share_one_spool(spool_run, changed, config_file, tmp_path, plan_of):
     config = changed(spool_run, capture={"spool_bytes": 150_000})
     kills = [f"capture:{DRAW.randint(1, 9)}:{DRAW.uniform(0, 0.1):.3f}", "-"]
