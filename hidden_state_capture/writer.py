@@ -118,7 +118,6 @@ class ShardWriter:
         self._numbers = itertools.count(config.first, config.step)
         self._queue: queue.Queue[Batch | _Flush] = queue.Queue()
         self._threads: list[threading.Thread] = []
-        self._lanes: list[Lane] = []
         self._pending = 0
         self._change = threading.Condition()
         self._error: BaseException | None = None
@@ -163,7 +162,6 @@ class ShardWriter:
 
     def _run(self) -> None:
         lane = Lane()
-        self._lanes.append(lane)
         while True:
             try:
                 item = self._queue.get(timeout=self.config.seal_after)
@@ -201,10 +199,7 @@ class ShardWriter:
             self._change.notify_all()
         disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         text = json.dumps({"reason": str(error), "disk_full": disk_full})
-        for _ in range(_TRIES):  # another thread may just have filled what was freed
-            for lane in self._lanes:
-                if shard := lane.shard:
-                    shard.give_room()
+        for _ in range(_TRIES):  # threads that are still at work may fill what this one has freed, and then drop it too
             with suppress(OSError):
                 write_text(self.folder / FAILURE, text)
                 return
