@@ -76,7 +76,9 @@ def agreement_rows(config: Config, replayed: Replay, served: Sequence[Measured])
                 "replayed": predicted,
                 "served": length,
                 "difference": length / predicted - 1.0,
-                "falls_short": length < predicted * (1.0 - config.eval.tolerance),
+                # An estimate along greedy replies is too high for sampled ones, which are harder: no fault of a draft.
+                "falls_short": replayed.methods[job.temperature] != "expected"
+                and length < predicted * (1.0 - config.eval.tolerance),
             }
         )
     return rows

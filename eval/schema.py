@@ -33,7 +33,7 @@ class ReplayRow(Part):
     method: Method = Field(
         description="exact: replies made at temperature 0, walked as the server does; sampled: replies sampled at this "
         "temperature, one draw of what a server would count; expected: acceptance probabilities along replies made at "
-        "another temperature, an estimate."
+        "another temperature, an estimate (too high along greedy replies: sampled ones are harder to draft)."
     )
     exact: bool
 
@@ -80,7 +80,7 @@ class AgreementRow(Part):
     replayed: float
     served: float
     difference: float = Field(description="served / replayed - 1.")
-    falls_short: bool = Field(description="By more than eval.tolerance.")
+    falls_short: bool = Field(description="By more than eval.tolerance; never where replay is `expected`.")
 
 
 class Objective(Part):
