@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core.atomic import sha256_file, write_json
+from draftsmith.core.config import Config
 from draftsmith.core.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -94,12 +95,22 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
     Raises:
         UserError: names every key that differs, with both values.
     """
-    if found := differences(manifest["inputs"], inputs, "there", "in the config"):
+    if found := differences(_with_defaults(manifest["inputs"], inputs), inputs, "there", "in the config"):
         raise UserError(
             f"{folder} was made with other settings: " + "; ".join(found) + ".",
             f"Choose another run.name, or make it again with `draftsmith {manifest['stage']} --fresh` "
             f"(`make {manifest['stage']} ARGS=--fresh`).",
         )
+
+
+def _with_defaults(recorded: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Recorded sections of the config with the keys that came later, whose defaults are what was done without them."""
+    defaults = Config().model_dump(mode="json")
+    sections = [
+        name for name in defaults if isinstance(recorded.get(name), dict) and isinstance(inputs.get(name), dict)
+    ]
+    later = {n: {k: v for k, v in defaults[n].items() if k in inputs[n].keys() - recorded[n].keys()} for n in sections}
+    return {**recorded, **{name: {**recorded[name], **later[name]} for name in sections}}
 
 
 def differences(there: Any, here: Any, name_there: str, name_here: str, at: str = "") -> list[str]:

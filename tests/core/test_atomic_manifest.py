@@ -178,6 +178,14 @@ def test_differing_inputs_are_named_with_both_values(made):
     assert "draftsmith prepare --fresh" in message and str(made) in message
 
 
+def test_a_setting_that_came_later_had_its_default_before(made):
+    inputs = {"data": {"max_length": 512, "sources": [{"path": "a"}], "too_long": "reject"}, "seed": 0}
+    check_inputs(made, read_manifest(made), inputs)
+    inputs["data"]["too_long"] = "cut"
+    with pytest.raises(UserError, match='data.too_long is "reject" there and "cut" in the config'):
+        check_inputs(made, read_manifest(made), inputs)
+
+
 @pytest.mark.parametrize("content", [b"", b'{"stage": "prep', b"\xff\xfe\x00", b"[]", b"{}"])
 def test_a_damaged_manifest_is_named_with_the_mend(tmp_path, content):
     (tmp_path / MANIFEST).write_bytes(content)
