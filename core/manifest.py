@@ -105,12 +105,11 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
 
 def _with_defaults(recorded: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
     """Recorded sections of the config with the keys that came later, whose defaults are what was done without them."""
-    defaults = Config().model_dump(mode="json")
-    sections = [
-        name for name in defaults if isinstance(recorded.get(name), dict) and isinstance(inputs.get(name), dict)
-    ]
-    later = {n: {k: v for k, v in defaults[n].items() if k in inputs[n].keys() - recorded[n].keys()} for n in sections}
-    return {**recorded, **{name: {**recorded[name], **later[name]} for name in sections}}
+    filled = dict(recorded)
+    for name, defaults in Config().model_dump(mode="json").items():
+        if isinstance(there := recorded.get(name), dict) and isinstance(here := inputs.get(name), dict):
+            filled[name] = {**{key: defaults[key] for key in defaults.keys() & here.keys()}, **there}
+    return filled
 
 
 def differences(there: Any, here: Any, name_there: str, name_here: str, at: str = "") -> list[str]:

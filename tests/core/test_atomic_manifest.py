@@ -182,7 +182,7 @@ def test_a_setting_that_came_later_had_its_default_before(made):
     inputs = {"data": {"max_length": 512, "sources": [{"path": "a"}], "too_long": "reject"}, "seed": 0}
     check_inputs(made, read_manifest(made), inputs)
     inputs["data"]["too_long"] = "cut"
-    with pytest.raises(UserError, match='data.too_long is "reject" there and "cut" in the config'):
+    with pytest.raises(UserError, match=r'data\.too_long is "reject" there and "cut" in the config'):
         check_inputs(made, read_manifest(made), inputs)
 
 
