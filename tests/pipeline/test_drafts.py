@@ -59,7 +59,7 @@ def test_what_vllm_takes_without_a_word_is_caught(smollm_run, tmp_path):
     checks = {c.name: c for c in served_checks(config, target, draft, "rms", folder, turns)}
     assert checks["served states"].passed is False
     assert all(error > 0.05 for error in checks["served states"].measured.values())
-    # A norm left out is one of ones to vLLM, and this little trained draft's is near that: the contract is what sees it.
+    # A norm left out is ones to vLLM, and this little trained draft's is near that: the contract is what sees it.
     assert checks["served logits"].measured["relative_error"] > 0.002
 
 
