@@ -170,12 +170,32 @@ def _run(
     resolve_layer_ids(loaded.capture, resolve_target(loaded.target).num_layers)
     run = RunFolder.of(loaded)
     beside = loaded.capture.mode == "spool" and loaded.capture.spool_capture == "own"
-    with run.lock(side if beside else ""):
-        # Under torchrun the processes share the folder: one deletes.
-        if fresh and os.environ.get("RANK", "0") == "0":
-            for path in outputs(run):
-                remove(path)
+    # Under torchrun the processes share the folder: one deletes.
+    old = outputs(run) if fresh and os.environ.get("RANK", "0") == "0" else []
+    with run.lock(side if beside else ""), _replacing(old):
         yield loaded
+
+
+@contextmanager
+def _replacing(old: list[Path]) -> Iterator[None]:
+    """Old output goes, and comes back where the block refuses the user's input before it has made anything new.
+
+    States are deleted at once, for there may be no room for them twice; and what lies behind a link, so that it stays.
+    """
+    aside = [(path, path.with_name(f".old-{path.name}")) for path in old if path.exists()]
+    for path, kept in aside:
+        remove(kept)  # of a killed one
+        remove(path) if path.name == "hidden_states" or path.is_symlink() else path.rename(kept)
+    try:
+        yield
+    except UserError:
+        for path, kept in aside:
+            if kept.exists() and not path.exists():
+                kept.rename(path)
+        raise
+    finally:
+        for _, kept in aside:
+            remove(kept)
 
 
 def _prepare(config: Config) -> None:

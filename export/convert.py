@@ -50,6 +50,10 @@ def convert_draft(
         raise UserError(f"{folder} is there already.", "Name another folder, or add --fresh to replace it.")
     if folder.resolve() == source.resolve() or folder.resolve() in source.resolve().parents:
         raise UserError(f"{folder} holds the source.", "Name another folder.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} holds something else than a draft.", "Name another folder; --fresh replaces drafts only."
+        )
     draft = read_source(source, target, convention, draft_config)
     if target is not None:
         draft = _without_shared_embedding(draft, target)

@@ -44,6 +44,11 @@ def merge_stores(parts: list[Path], folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is there already and not empty.", "Merge into another folder, or delete it.")
     if not parts:
         raise UserError("there is nothing to merge.", "Name the stores.")
+    real = [part.resolve() for part in parts]
+    if twice := {str(part) for part in real if real.count(part) > 1}:
+        raise UserError(f"given twice: {', '.join(sorted(twice))}.", "Name every store once.")
+    if inside := [part for part in real if part in folder.parents]:
+        raise UserError(f"{folder} would lie in {inside[0]}, which is one of the stores.", "Merge into another folder.")
     stores = [HiddenStateStore(part, "merge") for part in parts]
     _all_parts_there(stores)
     for store in stores[1:]:

@@ -188,6 +188,14 @@ def test_a_refused_fresh_command_keeps_the_old_output(refused, no_engine, config
     assert tree_of(root) == before
 
 
+def test_a_refused_fresh_training_keeps_the_old_one(refused, config_file, trained_run, tree_of):
+    run = RunFolder.of(trained_run)
+    before = tree_of(run.checkpoints), run.metrics.read_bytes()
+    assert "no GPU" in refused("train", "--fresh", "--config", config_file(trained_run), "train.kernels=fused")
+    assert (tree_of(run.checkpoints), run.metrics.read_bytes()) == before
+    assert not list(run.root.glob(".old-*"))
+
+
 def test_what_is_there_already_is_said_and_exit_code_is_0(run_cli, no_engine, config_file, synthetic_run):
     file = config_file(synthetic_run)
     for stage in ("prepare", "capture"):

@@ -132,7 +132,10 @@ def test_nothing_is_overwritten_unasked(source, tmp_path):
     (out / "mine.txt").write_text("x")
     with pytest.raises(UserError, match=r"is there already.*--fresh"):
         convert_draft(folder, out, options(), None)
+    with pytest.raises(UserError, match="something else than a draft"):
+        convert_draft(folder, out, options(), None, fresh=True)
     assert (out / "mine.txt").is_file()
+    (out / "config.json").write_text("{}")
     convert_draft(folder, out, options(), None, fresh=True)
     assert sorted(p.name for p in out.iterdir()) == [
         "README.md",

@@ -128,6 +128,16 @@ def test_a_sample_in_two_stores_is_refused_by_id(tmp_path, make_store):
         merge_stores([one, two], tmp_path / "all")
 
 
+def test_a_store_given_twice_and_a_merge_into_a_part_are_refused(tmp_path, make_store):
+    store = make_store(tmp_path / "store", ["a", "b"])
+    (tmp_path / "link").symlink_to(store)
+    with pytest.raises(UserError, match="given twice"):
+        merge_stores([store, tmp_path / "link"], tmp_path / "merged")
+    with pytest.raises(UserError, match="one of the stores"):
+        merge_stores([store], store / "merged")
+    assert not (tmp_path / "merged").exists() and not (store / "merged").exists()
+
+
 def test_what_is_there_is_not_overwritten(parts, tmp_path):
     (tmp_path / "hidden_states").mkdir()
     merge_stores(parts, tmp_path / "hidden_states")
