@@ -36,6 +36,8 @@ def verify(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None, 
         print(json.dumps([vars(fault) for fault in verdict.faults], indent=2))
     else:
         _show_faults(store, verdict)
+        if verdict.faults:
+            say(f"Mend: `draftsmith store repair {store}`, then `draftsmith capture` for the samples that are lost.")
     raise typer.Exit(1 if verdict.faults else 0)
 
 
@@ -68,7 +70,8 @@ def merge(
     with RunFolder(into.parent).lock():
         manifest = merge_stores([_place(part, None)[0] for part in parts], into)
     samples = sum(m["samples"] for m in manifest["merged_from"])
-    say(f"hidden states: {samples} samples of {len(parts)} stores -> {into}; the parts can be deleted")
+    say(f"hidden states: {samples} samples of {len(parts)} stores -> {into}")
+    say(f"the parts can be deleted once `draftsmith store verify {into}` finds nothing")
 
 
 @store_app.command()

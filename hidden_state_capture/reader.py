@@ -69,7 +69,7 @@ class HiddenStateStore:
             if not file.is_file() or file.stat().st_size != shard["bytes"]:
                 raise UserError(
                     f"{file}: missing or not {shard['bytes']} bytes long.",
-                    "Run `draftsmith capture --fresh`.",
+                    "`draftsmith store repair` sets it aside, and `draftsmith capture` makes its samples again.",
                 )
 
     @classmethod
@@ -148,6 +148,6 @@ class HiddenStateStore:
     def _shards(self) -> list[Any]:
         shards = []
         for shard in self.manifest["shards"]:
-            with reading(self.folder / shard["file"], "Run `draftsmith capture --fresh`."):
+            with reading(self.folder / shard["file"], "Run `draftsmith store repair`, then `draftsmith capture`."):
                 shards.append(safe_open(self.folder / shard["file"], "pt"))
         return shards

@@ -143,7 +143,7 @@ def test_a_store_that_is_not_complete_is_refused(half_done):
 def test_a_shard_cut_short_or_missing_is_refused_by_name(store, spoil):
     file = store.folder / store.manifest["shards"][1]["file"]
     spoil(file)
-    with pytest.raises(UserError, match=f"{file.name}: missing or not .* bytes long.*capture --fresh"):
+    with pytest.raises(UserError, match=f"{file.name}: missing or not .* bytes long.*store repair"):
         HiddenStateStore(store.folder)
 
 
