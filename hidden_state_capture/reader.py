@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
 from draftsmith.core.damage import reading
 from draftsmith.core.errors import UserError
 from draftsmith.core.fp8_states import decode
-from draftsmith.core.manifest import require_manifest
+from draftsmith.core.manifest import MANIFEST, require_manifest
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
 
 _LIBC = ctypes.CDLL(None)  # Python's own madvise takes only maps that Python made
@@ -47,6 +48,43 @@ class StoredSample:
     last_rows_M: Tensor
 
 
+class _Shard(BaseModel):
+    file: str = Field(pattern=r"^shard-\d+\.safetensors$")
+    bytes: NonNegativeInt
+    samples: NonNegativeInt
+    tokens: NonNegativeInt
+
+
+class _Contents(BaseModel):
+    """What every reader of a store's manifest relies on."""
+
+    shards: list[_Shard]
+    layer_ids: list[int]
+    storage: Literal["bf16", "fp8"]
+
+
+def store_manifest(folder: Path, needed_by: str) -> dict[str, Any]:
+    """The manifest of a complete store.
+
+    Raises:
+        UserError: capture has not been run to its end, or the manifest is not one of a store.
+    """
+    manifest = require_manifest(folder, "capture", needed_by)
+    try:
+        files = [shard.file for shard in _Contents.model_validate(manifest).shards]
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    else:
+        if len(set(files)) == len(files):
+            return manifest
+        what = "a shard is named twice"
+    raise UserError(
+        f"{folder / MANIFEST}: damaged, or not of a hidden-state store ({what}).",
+        "Put the right one back; the shards themselves may be whole. Else run `draftsmith capture --fresh`.",
+    )
+
+
 class HiddenStateStore:
     """A complete store, by sample number (the row of index.parquet)."""
 
@@ -61,7 +99,7 @@ class HiddenStateStore:
             UserError: capture has not been run to its end, or a shard is missing or cut short.
         """
         self.folder = folder
-        self.manifest = require_manifest(folder, "capture", needed_by)
+        self.manifest = store_manifest(folder, needed_by)
         with reading(folder / INDEX, "Run `draftsmith capture --fresh`."):
             self.index: list[dict[str, Any]] = pq.read_table(folder / INDEX, schema=INDEX_SCHEMA).to_pylist()
         for shard in self.manifest["shards"]:

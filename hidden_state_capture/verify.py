@@ -19,10 +19,11 @@ from torch import Tensor
 from draftsmith.core.atomic import sha256_file
 from draftsmith.core.damage import reading
 from draftsmith.core.fp8_states import FP8, decode
-from draftsmith.core.manifest import manifest_hash, read_manifest, require_manifest
+from draftsmith.core.manifest import manifest_hash, read_manifest
 from draftsmith.core.progress import meter
 from draftsmith.core.samples import iter_samples
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
+from draftsmith.hidden_state_capture.reader import store_manifest
 from draftsmith.hidden_state_capture.shard import sample_sha256
 
 
@@ -77,7 +78,7 @@ def verify_store(folder: Path, samples: Path | None = None, jobs: int | None = N
     Raises:
         UserError: there is no complete store, or its index cannot be read.
     """
-    manifest = require_manifest(folder, "capture", "store verify")
+    manifest = store_manifest(folder, "store verify")
     with reading(folder / INDEX, "Run `draftsmith capture --fresh`."):
         index = pq.read_table(folder / INDEX, schema=INDEX_SCHEMA).to_pylist()
     shards = manifest["shards"]

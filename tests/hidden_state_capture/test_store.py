@@ -153,3 +153,22 @@ def test_a_finished_capture_is_not_made_again(synthetic_run, tree_of, capsys):
     capture(synthetic_run)
     assert tree_of(run.root) == before
     assert f"{len(read_samples(run.samples))} samples (already there)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda m: m.pop("shards"), "shards: Field required"),
+        (lambda m: m.update(shards="abc"), "shards: Input should be a valid list"),
+        (lambda m: m["shards"][0].update(file="../../passwd"), "shards.0.file"),
+        (lambda m: m["shards"].append(m["shards"][0]), "a shard is named twice"),
+        (lambda m: m.update(layer_ids=["a"]), "layer_ids.0"),
+        (lambda m: m.update(storage="int3"), "storage"),
+    ],
+)
+def test_a_manifest_of_wrong_content_is_refused_by_what_is_wrong(store, spoil, named):
+    manifest = json.loads((store.folder / "manifest.json").read_text())
+    spoil(manifest)
+    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=f"manifest.json: damaged, or not of a hidden-state store .{named}"):
+        HiddenStateStore(store.folder)
