@@ -26,7 +26,7 @@ STAGES := prepare capture train eval export
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo prepare capture train eval export summary doctor test test-gpu bench-train lint format clean
+.PHONY: help setup demo prepare capture train eval export summary doctor test test-long test-gpu bench-train lint format clean
 
 help: ## This list.
 	@echo 'make TARGET [CONFIG=configs/x.yaml] [ARGS="section.key=value ... --fresh"]'
@@ -65,8 +65,11 @@ summary: setup ## What a run has made so far.
 doctor: setup ## What this machine can run, and what is missing.
 	@$(DRAFTSMITH) doctor
 
-test: setup ## Every test that needs no GPU.
-	@$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS)
+test: setup ## The tests that need no GPU, the longest ones apart (test-long).
+	@$(PY) -m pytest -m "not gpu and not long" $(PYTEST_ARGS)
+
+test-long: setup ## The real-engine tests that take too long for every change.
+	@$(PY) -m pytest -m "long" $(PYTEST_ARGS)
 
 test-gpu: setup ## The tests that need a GPU.
 	@$(PY_GPU) -m pytest -m gpu $(PYTEST_ARGS)

@@ -19,7 +19,7 @@ from draftsmith.export.served_proof import choose_turns, served_checks
 from draftsmith.export.verify import contract_check
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "export" / "variants.py"
 # Between them all five variants, both layouts; the benchmark has each alone (benchmarks/export).
 COMBINED = ["norms, 4 aux, speculators", "norm_before_fc, 4 aux"]

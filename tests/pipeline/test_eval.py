@@ -19,7 +19,7 @@ from draftsmith.core.config import TargetConfig
 from draftsmith.core.embedded import embedded_checkpoint
 from draftsmith.core.engine import engine_dtype
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 K = 2
 
 

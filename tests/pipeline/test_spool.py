@@ -14,7 +14,7 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.spool import folder_bytes
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 # Three shards of two optimizer steps each.
 SPOOL = [
     "run.name=spooled",

@@ -7,7 +7,7 @@ import pytest
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.hidden_state_capture.verify import verify_store
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 def token_errors(ours_TH, theirs_TH):
