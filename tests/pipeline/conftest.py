@@ -1,8 +1,14 @@
 """Whole runs on real vLLM, made once a session and looked at by many tests."""
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -30,6 +36,46 @@ def engine_processes():
         ):
             left.append(line)
     return left
+
+
+@pytest.fixture
+def free_port():
+    return unused_port()
+
+
+def unused_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextmanager
+def vllm_server(log, *arguments, cache_gib=2, port=None):
+    """vLLM's own server on the CPU with these arguments; yields its URL once it answers. What it says goes to `log`."""
+    port = port or unused_port()
+    command = [sys.executable, str(Path(__file__).with_name("vllm_server.py")), *arguments]
+    command += ["--port", str(port), "--enforce-eager"]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/v1/models", timeout=5).read()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def serving():
+    return vllm_server
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,12 @@
 """Capture on real engines: in chunks, on two at once with one killed, on Ray, by a server; always the same states."""
 
 import json
-import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from pathlib import Path
 
 import psutil
 import pytest
@@ -136,31 +132,10 @@ def test_actors_of_a_ray_cluster_capture_the_same(prepared, one_by_one):
     assert_alike(run, one_by_one)
 
 
-def test_a_server_of_the_users_captures_the_same(prepared, one_by_one, cli, target):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    file, run = prepared("served", server=url, seal_after=1.0)
+def test_a_server_of_the_users_captures_the_same(prepared, one_by_one, cli, target, serving, free_port):
+    file, run = prepared("served", server=f"http://127.0.0.1:{free_port}", seal_after=1.0)
     printed = shlex.split(cli("capture", "serve-args", "--config", file).stdout)
     assert printed[:3] == ["vllm", "serve", str(target)]
-    command = [sys.executable, str(Path(__file__).with_name("vllm_server.py")), "--model", *printed[2:]]
-    command += ["--port", str(port), "--enforce-eager"]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    log = target.parent / "server.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 300
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/v1/models", timeout=5).read()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-                time.sleep(0.5)
+    with serving(target.parent / "server.log", "--model", *printed[2:], cache_gib=1, port=free_port):
         stage(file)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
     assert_alike(run, one_by_one)

@@ -1,15 +1,7 @@
 """Serving measured through a real vLLM server: its streams, its counters, both turns of a dialogue."""
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -24,34 +16,15 @@ K = 2
 
 
 @pytest.fixture(scope="module")
-def server(smollm_run, tmp_path_factory):
+def server(smollm_run, serving, tmp_path_factory):
     """URL of vLLM's own server with the run's draft."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
     draft = {"method": "eagle3", "model": str(smollm_run["root"] / "export"), "num_speculative_tokens": K}
-    command = [
-        sys.executable, str(Path(__file__).with_name("vllm_server.py")), "--model", str(embedded_checkpoint()),
-        "--dtype", engine_dtype(TargetConfig(dtype="auto")), "--port", str(port), "--max-model-len", "512",
-        "--enforce-eager", "--no-enable-prefix-caching", "--speculative-config", json.dumps(draft),
-    ]  # fmt: skip
-    with log.open("w") as out:
-        env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"}
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/v1/models", timeout=5).read()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-                time.sleep(1)
+    with serving(
+        tmp_path_factory.mktemp("server") / "log",
+        "--model", str(embedded_checkpoint()), "--dtype", engine_dtype(TargetConfig(dtype="auto")),
+        "--max-model-len", "512", "--no-enable-prefix-caching", "--speculative-config", json.dumps(draft),
+    ) as url:  # fmt: skip
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,9 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from pathlib import Path
 
 import pytest
 
@@ -87,33 +84,14 @@ def test_a_killed_prepare_goes_on_and_ends_with_the_same_samples(config, cli, wh
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(serving, tmp_path_factory):
     """URL of vLLM's own OpenAI server on the same target."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [
-        sys.executable, str(Path(__file__).with_name("vllm_server.py")), "--model", str(embedded_checkpoint()),
-        "--dtype", engine_dtype(TargetConfig(dtype="auto")), "--port", str(port),
-        "--max-model-len", "192", "--enforce-eager",
-    ]  # fmt: skip
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/v1/models", timeout=5).read()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-                time.sleep(1)
+    with serving(
+        tmp_path_factory.mktemp("server") / "log",
+        "--model", str(embedded_checkpoint()), "--dtype", engine_dtype(TargetConfig(dtype="auto")),
+        "--max-model-len", "192",
+    ) as url:  # fmt: skip
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def test_a_running_server_writes_the_same_samples(config, cli, whole, server):
