@@ -87,6 +87,12 @@ class TrainConfig(Section):
         description="Matrix products of the fused pass. fp8: operands in float8 with a scale each, on GPUs that have "
         "it (compute capability 8.9 or higher); sums, weights and norms stay float32.",
     )
+    attention: Literal["auto", "triton"] = Field(
+        "auto",
+        description="Attention of the fused pass. auto: in bfloat16, documents of 2,048 tokens and more that are "
+        "supervised almost throughout are left to cuDNN, which is faster and adds up in no fixed order; triton: our "
+        "kernels alone, whose bits repeat.",
+    )
     logits_bytes: int = Field(
         4 * 1024**3, ge=1024, description="The fused pass holds at most about this many bytes of the draft's logits."
     )

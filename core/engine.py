@@ -66,10 +66,7 @@ def in_engine_processes(works: Sequence[functools.partial[T]]) -> list[T]:
     """
     with ExitStack() as stack:
         running = [stack.enter_context(EngineProcess()).submit(work) for work in works]
-        ended, _ = wait(running, return_when=FIRST_EXCEPTION)
-        for future in ended:
-            outcome(future, works[0].func.__name__)
-        return [future.result() for future in running]
+        return all_outcomes(running, works[0].func.__name__)
 
 
 class EngineProcess:
@@ -115,6 +112,14 @@ def outcome(running: Future[T], name: str) -> T:
             f"the engine process of `{name}` died without a message (killed, or out of memory); "
             "free memory or lower max_num_seqs in target.engine_args, and run the stage again."
         ) from None
+
+
+def all_outcomes(running: Sequence[Future[T]], name: str) -> list[T]:
+    """Wait for the results of several `EngineProcess`es, or for the first to fail; raises as `outcome` does."""
+    ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+    for future in ended:
+        outcome(future, name)
+    return [future.result() for future in running]
 
 
 def lead_group(parent: int) -> None:

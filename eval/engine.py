@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.core.config import Config, TargetConfig
 from draftsmith.core.draft_folder import refuse_sglang_ids
-from draftsmith.core.engine import EngineProcess, engine_errors, has_cuda, vllm_engine
+from draftsmith.core.engine import EngineProcess, all_outcomes, engine_errors, has_cuda, outcome, vllm_engine
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.target import Target
 from draftsmith.eval.passes import Clock, Counters, Job, Pass, Side
@@ -27,7 +27,7 @@ class EngineSide:
     """Answers jobs on one engine."""
 
     def __init__(self, process: EngineProcess, draft: Path | None, k: int) -> None:
-        """Made by `engine_side`."""
+        """Made by `engine_sides`."""
         self.draft, self._k, self._process = draft, k, process
         self._speculated = False
 
@@ -51,32 +51,40 @@ class EngineSide:
 
 
 @contextmanager
-def engine_side(
-    config: Config, target: Target, draft: Path | None, k: int, context: int, share: float
-) -> Iterator[EngineSide]:
-    """Start an engine, with a draft or without, for the length of the block.
+def engine_sides(
+    config: Config, target: Target, variants: Sequence[tuple[Path | None, int]], context: int, cache_bytes: int | None
+) -> Iterator[list[EngineSide]]:
+    """Start an engine for every (draft folder or None, K), for the length of the block.
 
     Args:
         config: the run's config.
         target: resolved target.
-        draft: draft folder; None: the target alone.
-        k: drafted tokens a round.
+        variants: drafts, None for the target alone, and drafted tokens a round.
         context: tokens of the longest request and its reply.
-        share: of the memory that one engine alone would take.
+        cache_bytes: of each engine's KV cache; given, engines start side by side. None: one after another, each
+            measuring what memory its share leaves it, which another's start would spoil.
 
     Raises:
-        StageFailed: it did not start.
+        StageFailed: one did not start.
     """
     limit: int = getattr(target.hf_config, "max_position_embeddings", None) or 2**31
-    args, of_target = engine_args(config, draft, k, min(context + k + 1, limit), share)
-    with EngineProcess() as process:
-        process.run(_open, of_target, target, args)
-        yield EngineSide(process, draft, k)
-        process.run(_close)
+    with ExitStack() as stack:
+        processes = [stack.enter_context(EngineProcess()) for _ in variants]
+        opened = []
+        for process, (draft, k) in zip(processes, variants, strict=True):
+            room = min(context + k + 1, limit)
+            args, of_target = engine_args(config, draft, k, room, 1.0 / len(variants), cache_bytes)
+            opened.append(process.submit(_open, of_target, target, args))
+            if cache_bytes is None:
+                outcome(opened[-1], _open.__name__)
+        all_outcomes(opened, _open.__name__)
+        yield [EngineSide(process, draft, k) for process, (draft, k) in zip(processes, variants, strict=True)]
+        for process in processes:
+            process.run(_close)
 
 
 def engine_args(
-    config: Config, draft: Path | None, k: int, context: int, share: float
+    config: Config, draft: Path | None, k: int, context: int, share: float, cache_bytes: int | None = None
 ) -> tuple[dict[str, Any], TargetConfig]:
     """Arguments of `vllm.LLM`, and the target section without those that are among them.
 
@@ -86,6 +94,7 @@ def engine_args(
         k: drafted tokens a round.
         context: tokens that a request, its reply and its drafts may come to.
         share: of the memory that one engine alone would take.
+        cache_bytes: of the KV cache; None: what the share leaves.
     """
     given = dict(config.target.engine_args)
     args: dict[str, Any] = {
@@ -97,6 +106,8 @@ def engine_args(
     }
     if has_cuda() and share < 1.0:
         args["gpu_memory_utilization"] = share * float(given.pop("gpu_memory_utilization", 0.9))
+    if cache_bytes is not None:
+        args["kv_cache_memory_bytes"] = cache_bytes
     if draft:
         refuse_sglang_ids(draft)
         sampling = config.eval.draft_sampling

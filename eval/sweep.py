@@ -1,7 +1,6 @@
 """Every side over every cell of the sweep, pass by pass in turns, so that a speed-up is a ratio from one run."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from draftsmith.core.engine import has_cuda
 from draftsmith.core.errors import UserError
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.target import Target, weight_bytes
-from draftsmith.eval.engine import EngineSide, engine_side, warm_up
+from draftsmith.eval.engine import engine_sides, warm_up
 from draftsmith.eval.passes import Job, Pass, Side
 from draftsmith.eval.prompts import Prompt, PromptSets
 from draftsmith.eval.server import ServerSide, server_sides
@@ -62,12 +61,13 @@ def serve(config: Config, target: Target, sets: PromptSets, variants: Sequence[V
     Raises:
         StageFailed: an engine did not start, died, or does not speculate.
     """
-    groups, share = _groups(config, target, variants)
+    groups = _groups(config, target, variants)
     say(f"engines: {' | '.join(' + '.join(_name(v) for v in group) for group in groups)}")
     measured: list[Measured] = []
     baselines: dict[int, Pass] = {}
     for group in groups:
-        with _engines(config, target, sets, group, share) as sides:
+        engines = [(v.draft, v.k) for v in group]
+        with engine_sides(config, target, engines, sets.longest, _cache_bytes(config, target, len(group))) as sides:
             if any(d.later for s in sets.sets for d in s.dialogues):
                 sets.complete(partial(_answer, sides[0], config))
             for side in sides:
@@ -107,16 +107,16 @@ def serve_on_server(config: Config, sets: PromptSets) -> tuple[list[Measured], l
         return measured, sides
 
 
-def _groups(config: Config, target: Target, variants: Sequence[Variant]) -> tuple[list[list[Variant]], float]:
-    """Engines that are alive at once, and each one's share of the memory."""
+def _groups(config: Config, target: Target, variants: Sequence[Variant]) -> list[list[Variant]]:
+    """Engines that are alive at once."""
     together, pairs = [[BASELINE, *variants]], [[BASELINE, v] for v in variants]
     choice = config.eval.engines
     if choice == "auto":
         fits = _engines_that_fit(config, target)
         choice = "together" if fits > len(variants) else "pairs" if fits > 1 else "apart"
     if choice == "apart":
-        return [[BASELINE], *([v] for v in variants)], 1.0
-    return (together, 1.0 / len(together[0])) if choice == "together" else (pairs, 0.5)
+        return [[BASELINE], *([v] for v in variants)]
+    return together if choice == "together" else pairs
 
 
 def _engines_that_fit(config: Config, target: Target) -> int:
@@ -130,12 +130,21 @@ def _engines_that_fit(config: Config, target: Target) -> int:
     return int(free * 0.9 / one)
 
 
-@contextmanager
-def _engines(
-    config: Config, target: Target, sets: PromptSets, group: Sequence[Variant], share: float
-) -> Iterator[list[EngineSide]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(engine_side(config, target, v.draft, v.k, sets.longest, share)) for v in group]
+def _cache_bytes(config: Config, target: Target, engines: int) -> int | None:
+    """A KV cache for each of several engines on one GPU, so that they may start side by side.
+
+    None where there is no such choice: one engine, a CPU, sizes given by the user, or no more than vLLM's own
+    measuring would find room for.
+    """
+    own_sizes = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+    if engines == 1 or not has_cuda() or own_sizes & config.target.engine_args.keys():
+        return None
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    taken = weight_bytes(target) / config.target.tensor_parallel + 2 * _ENGINE_BYTES
+    each = free * 0.9 / engines - taken
+    return int(each) if each > taken else None
 
 
 def _in_turns(

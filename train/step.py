@@ -53,7 +53,8 @@ class TrainingStep(nn.Module):
         shape, steps = self.objective.draft.shape, self.config.ttt_steps
         # All J steps of a chunk's label rows have their logits held at once, in two bytes each.
         label_rows = max(1, self.config.logits_bytes // (2 * steps * shape.draft_vocab_size))
-        return Work(batch, lay_out(batch, steps, label_rows, shape.sliding_window))
+        whole = self.config.attention == "auto" and self.fused_dtype is torch.bfloat16
+        return Work(batch, lay_out(batch, steps, label_rows, shape.sliding_window, whole))
 
     def forward(self, work: Work, weights_J: Tensor) -> tuple[Tensor, StepSums]:
         """sum_j weights[j] * (loss sum of step j), and every step's sums.

@@ -10,7 +10,8 @@ import numpy as np
 from draftsmith.core.config import Config
 from draftsmith.core.samples import Sample
 from draftsmith.core.target import resolve_layer_ids, resolve_target
-from draftsmith.hidden_state_capture.driver import Job, _engine_args
+from draftsmith.hidden_state_capture.driver import Job
+from draftsmith.hidden_state_capture.driver import engine_args as stage_args
 
 ENGINES = ("bare", "stock", "ours")
 # MiniMax-M2.5's config.json, its depth apart.
@@ -52,6 +53,9 @@ class Case:
     layer_ids: Any = "auto"
 
 
+# Engines with less than this share of the memory are alive side by side.
+TOGETHER = 0.33
+
 CASES = {
     "smollm2": Case("smollm2", None, 1, 0.28, 1_000_000),
     "minimax4": Case("minimax4", 4, 1, 0.28, 400_000, layer_ids=[1, 2, 3]),
@@ -72,6 +76,8 @@ def make_job(case: Case, scratch: Path, folder: Path, settings: dict[str, Any], 
         target["dtype"] = "auto"
     else:
         target["engine_args"].setdefault("gpu_memory_utilization", case.memory)
+        if case.memory < TOGETHER:  # engines that start side by side cannot measure what is left for them
+            target["engine_args"].setdefault("kv_cache_memory_bytes", 8 * 1024**3)
     capture = {"layer_ids": case.layer_ids, **settings}
     config = Config.model_validate({"target": target, "capture": capture, "data": {"max_length": 2048}})
     resolved = resolve_target(config.target)
@@ -90,7 +96,7 @@ def prompts(case: Case, job: Job, tokens: int) -> list[Sample]:
 
 def engine_args(engine: str, job: Job) -> dict[str, Any]:
     """Arguments of `vllm.LLM`: the stage's own, and the same without the capture, or with vLLM's connector."""
-    args = _engine_args(job, 0)
+    args = stage_args(job, 0)
     if engine == "ours":
         return args
     del args["worker_extension_cls"], args["kv_transfer_config"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from cases import CASES, ENGINES, Case, engine_args, make_job, prompts, stock_bytes
+from cases import CASES, ENGINES, TOGETHER, Case, engine_args, make_job, prompts, stock_bytes
 
 from draftsmith.core.engine import answer, has_cuda, lead_group, vllm_engine
 from draftsmith.core.samples import Sample
@@ -87,10 +87,13 @@ class Engine:
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         args = (name, job, samples, os.getpid(), theirs)
         self.process = multiprocessing.get_context("spawn").Process(target=work, args=args)
-        begin = time.monotonic()
+        self.begin = time.monotonic()
         self.process.start()
+
+    def ready(self) -> None:
+        """Wait for the engine's start."""
         assert self.receive() == "ready"
-        print(f"{name}: ready in {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"{self.name}: ready in {time.monotonic() - self.begin:.0f} s", flush=True)
 
     def receive(self) -> Any:
         while not self.pipe.poll(0.2):
@@ -153,15 +156,20 @@ def measure(case: Case, args: argparse.Namespace, scratch: Path) -> list[dict[st
     job = make_job(case, scratch, scratch / "link", settings, json.loads(args.engine_args))
     samples = prompts(case, job, args.tokens or case.tokens)
     point(job.folder, folders[0])
-    together = case.memory < 0.33
+    together = case.memory < TOGETHER
     rows: list[dict[str, Any]] = []
     alive: list[Engine] = []
     for name in args.engines.split(","):
         alive.append(Engine(name, job, samples))
+        if not (together and has_cuda()):
+            alive[-1].ready()
         if not together:
             rows += rounds(alive, folders, args.seconds / len(ENGINES))
             alive.pop().stop()
     if alive:
+        if has_cuda():
+            for engine in alive:
+                engine.ready()
         rows += rounds(alive, folders, args.seconds)
     for engine in alive:
         engine.stop()

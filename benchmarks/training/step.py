@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, tokens: int, ttt: int) -> dict[str, object
     optimizer = torch.optim.AdamW(objective.draft.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     label_rows = max(1, args.logits_bytes // (2 * ttt * args.vocab))
     batch = make_batch(documents(args.workload, tokens, 0))
-    layout = lay_out(batch, ttt, label_rows).to(torch.device("cuda"))
+    layout = lay_out(batch, ttt, label_rows, whole=args.attention == "auto").to(torch.device("cuda"))
     batch = batch.to(torch.device("cuda"))
     weights = 0.8 ** torch.arange(ttt, device="cuda") / tokens
 
@@ -122,6 +122,7 @@ def measure(args: argparse.Namespace, tokens: int, ttt: int) -> dict[str, object
         "workload": args.workload, "tokens": batch.num_tokens, "documents": len(batch.sample_ids),
         "rows": layout.num_rows, "ttt": ttt,
         "draft_vocab": args.vocab, "matmul": "fp8" if args.fp8 else "bf16",
+        "attention": args.attention, "whole_documents": len(layout.whole),
         "ms": round(ms, 2), "spread_ms": [round(min(times), 2), round(max(times), 2)],
         "tokens_per_second": round(batch.num_tokens / ms * 1000),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--ttt", type=int, nargs="+", default=[7])
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--attention", choices=["auto", "triton"], default="auto", help="as train.attention")
     parser.add_argument("--logits-bytes", type=int, default=TrainConfig().logits_bytes)
     parser.add_argument(
         "--tiles", nargs="*", default=[], help="e.g. GRAD_KV=64,128,8,2,1: rows, keys, warps, stages, tma"

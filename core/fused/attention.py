@@ -2,7 +2,8 @@
 
 One flash pass per step over the step-1 keys, whose running softmax starts from the row's own keys. Backward, the
 queries' gradient is a pass per step; the step-1 keys' is a single pass over all steps at the end, summed in float32;
-the own keys' is point-wise (rotary.py). No atomics: two runs give the same bits.
+the own keys' is point-wise (rotary.py). No atomics: two runs give the same bits. Of whole documents (whole.py) these
+passes see the own keys only.
 
 Shape suffixes: T packed tokens, R rows, N query heads, G key/value heads, D head width, J steps.
 """
@@ -17,6 +18,7 @@ from draftsmith.core.fused import attention_kernels as kernels
 from draftsmith.core.fused import tiles
 from draftsmith.core.fused.layout import Layout
 from draftsmith.core.fused.tiles import Tiles
+from draftsmith.core.fused.whole import ROUND, WholePasses
 
 LOG2_E = 1.4426950408889634
 
@@ -39,7 +41,12 @@ class Attention:
         """
         self.layout, (self.n, self.g, self.d) = layout, heads
         tokens, later = len(layout.row_of_T), (layout.steps - 1, layout.num_rows)
-        self.k_TGD, self.v_TGD = (like.new_empty(tokens, self.g, self.d) for _ in range(2))
+        behind = ROUND if layout.whole else 0
+        storage = [like.new_empty(tokens + behind, self.g, self.d) for _ in range(2)]
+        for x in storage:
+            x[tokens:] = 0.0
+        self.k_TGD, self.v_TGD = (x[:tokens] for x in storage)
+        self.whole = WholePasses(layout.whole, layout.rows_R, storage[0], storage[1])
         self.own_k, self.own_v = (like.new_empty(*later, self.g, self.d) for _ in range(2))
         # Three products of tf32 parts are as good as one of float32, and compile in seconds; bfloat16 has one mode.
         self._precision = "tf32x3" if like.dtype == torch.float32 else "tf32"
@@ -56,15 +63,20 @@ class Attention:
             q_RND, *streamed, self.own_k, self.own_v, out_RND, lse_NR, lay.rows_R, lay.documents_R, lay.forward_tiles,
             lay.num_rows, len(self.k_TGD), step - 1, lay.window, self._scale(), **tile,
         )  # fmt: skip
+        self.whole.forward(q_RND, out_RND, lse_NR)
 
     def grad_q(self, step: int, q: Tensor, out: Tensor, grad: Tensor, lse_NR: Tensor, delta_NR: Tensor) -> Tensor:
-        """Gradient of a step's rotated queries [R, N, D]; fills `delta_NR` with each row's sum(out * grad)."""
+        """Gradient of a step's rotated queries [R, N, D]; fills `delta_NR` with each row's sum(out * grad).
+
+        To be called once a step: whole documents' keys get their gradients here too.
+        """
         lay, dq = self.layout, torch.empty_like(q)
         tile, streamed = self._streamed(tiles.GRAD_Q, tiles.GRAD_Q.keys, self.k_TGD, self.v_TGD)
         kernels._grad_q[(len(lay.grad_q_tiles), self.n)](
             q, *streamed, self.own_k, self.own_v, out, grad, lse_NR, delta_NR, dq, lay.rows_R, lay.documents_R,
             lay.grad_q_tiles, lay.num_rows, len(self.k_TGD), step - 1, lay.window, self._scale(), **tile,
         )  # fmt: skip
+        self.whole.backward(q, out, grad, lse_NR, dq)
         return dq
 
     def grad_kv(self, q_JRND: Tensor, grad_JRND: Tensor, lse_JNR: Tensor, delta_JNR: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,6 +89,7 @@ class Attention:
             q, self.k_TGD, self.v_TGD, grad, lse_JNR, delta_JNR, dk, dv, lay.rows_R, lay.documents_R,
             lay.grad_kv_tiles, lay.num_rows, len(dk), lay.steps, lay.window, self._scale(), **tile,
         )  # fmt: skip
+        self.whole.store(dk, dv)
         return dk, dv
 
     def _scale(self) -> float:
@@ -85,10 +98,11 @@ class Attention:
     def _streamed(self, tile: Tiles, rows: int, *tensors: Tensor) -> tuple[dict[str, Any], list[Any]]:
         """A kernel's constants, and what its inner loop reads: tiles of `rows` rows of one head."""
         device = tensors[0].device
+        stages = tile.stages if tensors[0].dtype.itemsize < 4 else 1  # tiles of float32 are twice as large
         tma = tile.tma and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         constants = {
             "N": self.n, "G": self.g, "D": self.d, "BM": tile.rows, "BN": tile.keys, "PRECISION": self._precision,
-            "TMA": tma, "num_warps": tile.warps, "num_stages": tile.stages,
+            "TMA": tma, "num_warps": tile.warps, "num_stages": stages,
         }  # fmt: skip
         if tma:
             return constants, [TensorDescriptor.from_tensor(x.flatten(1), [rows, self.d]) for x in tensors]

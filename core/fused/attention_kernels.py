@@ -87,7 +87,7 @@ def _forward(
             q, K, V, g, rows, documents, own, window, first, end, keys, scale, best, total, acc,
             G * D, D, BN, part != 1, PRECISION, TMA,
         )  # fmt: skip
-    total = tl.where(r < count, total, 1.0)
+    total = tl.where(total > 0.0, total, 1.0)  # of rows past the end, and of those that see no key here
     at = r[:, None].to(tl.int64) * (N * D) + n * D + tl.arange(0, D)[None, :]
     tl.store(OUT + at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=r[:, None] < count)
     tl.store(LSE + n * count + r, best + tl.log2(total), mask=r < count)

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftsmith.core.batch import Batch, moved
 from draftsmith.core.fused import tiles
 from draftsmith.core.fused.tiles import Tiles
+from draftsmith.core.fused.whole import Whole, choose
 from draftsmith.core.unroll import reply_runs
 
 _ENDLESS = 1 << 30  # leaves room for sums in int32
@@ -40,7 +41,8 @@ class Layout:
         positions: rotary positions that occur, 0 .. positions - 1.
         window: positions that attention looks back over; more than there are where it looks back over all.
         rows_R: packed row of every computed row, ascending.
-        documents_R: first packed row of its document.
+        documents_R: first packed row of its document; in whole documents the row after it, so that our kernels see none
+            of their keys.
         row_of_T: the computed row at every packed row, -1 where there is none.
         positions_T: rotary position of every packed row at step 1.
         forward_tiles, grad_q_tiles: [tiles, 4] key ranges of every tile of rows: first, first that all rows see, the
@@ -50,6 +52,7 @@ class Layout:
         labels_P: label row, an index into the batch's last_MH.
         truth_P: int64, the packed row that holds the pair's true token.
         chunks: the pairs, cut by label rows.
+        whole: documents whose step-1 keys cuDNN takes.
     """
 
     steps: int
@@ -66,6 +69,7 @@ class Layout:
     labels_P: Tensor
     truth_P: Tensor
     chunks: tuple[Chunk, ...]
+    whole: tuple[Whole, ...]
 
     def to(self, device: torch.device) -> "Layout":
         """The same layout on a device."""
@@ -77,7 +81,7 @@ class Layout:
         return len(self.rows_R)
 
 
-def lay_out(batch: Batch, steps: int, label_rows: int, window: int | None = None) -> Layout:
+def lay_out(batch: Batch, steps: int, label_rows: int, window: int | None = None, whole: bool = False) -> Layout:
     """Lay out a batch that is still in host memory.
 
     Args:
@@ -85,12 +89,16 @@ def lay_out(batch: Batch, steps: int, label_rows: int, window: int | None = None
         steps: J.
         label_rows: label rows of one chunk of the loss.
         window: positions that attention looks back over, its own included; None: all.
+        whole: whether cuDNN may take long documents.
     """
+    by_cudnn = whole and window is None
     window = window or _ENDLESS
     runs_T = reply_runs(batch).numpy()
     rows = np.flatnonzero(runs_T >= 2).astype(np.int32)
     starts = np.arange(batch.num_tokens, dtype=np.int32) - batch.positions_T.numpy().astype(np.int32)
-    documents = starts[rows]
+    documents, chosen = starts[rows], choose(batch.offsets, rows) if by_cudnn else ()
+    for w in chosen:
+        documents[w.r0 : w.r1] = rows[w.r0 : w.r1] + 1
     row_of = np.full(batch.num_tokens, -1, dtype=np.int32)
     row_of[rows] = np.arange(len(rows), dtype=np.int32)
     pairs, labels, truth = _pairs(batch, runs_T, rows, steps)
@@ -112,7 +120,7 @@ def lay_out(batch: Batch, steps: int, label_rows: int, window: int | None = None
     }
     tensors = {k: torch.from_numpy(v) for k, v in arrays.items()}
     chunks = _chunks(labels, len(batch.last_rows_M), label_rows)
-    return Layout(steps=steps, positions=positions, window=window, chunks=chunks, **tensors)
+    return Layout(steps=steps, positions=positions, window=window, chunks=chunks, whole=chosen, **tensors)
 
 
 def _pairs(batch: Batch, runs_T: np.ndarray, rows: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -149,8 +157,8 @@ def _key_ranges(rows: np.ndarray, first: np.ndarray, last: np.ndarray, tile: Til
     out = []
     for start in range(0, len(rows), tile.rows):
         here = slice(start, start + tile.rows)
-        begin, end = int(first[here][0]), int(rows[here][-1]) + 1
-        seen = int(last[here][-1])
+        begin, end = int(first[here].min()), int(rows[here][-1]) + 1
+        seen = int(last[here].max())
         whole = max(0, int(rows[here][0]) + 1 - seen) // tile.keys
         seen = seen if whole else begin
         out.append((begin, seen, seen + whole * tile.keys, end))

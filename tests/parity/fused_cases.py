@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftsmith.core.chains import judge_chains
-from draftsmith.core.fused import pointwise
+from draftsmith.core.fused import attention, pointwise, whole
 from draftsmith.core.fused.chains import fused_chains
 from draftsmith.core.fused.fp8 import Fp8Products, cast_into, scaled
 from draftsmith.core.fused.layout import lay_out
@@ -31,9 +31,10 @@ YARN = {
 def agree(reference):
     """Assert that loss, rows, matches and gradients (of 3 times the loss) are the reference's."""
 
-    def check(objective, batch, steps=STEPS, label_rows=4):
+    def check(objective, batch, steps=STEPS, label_rows=4, whole=()):
         wanted = reference.reference_gradients(objective, batch, steps, DECAY)
-        layout = lay_out(batch, steps, label_rows, objective.draft.shape.sliding_window)
+        layout = lay_out(batch, steps, label_rows, objective.draft.shape.sliding_window, whole=True)
+        assert tuple((w.start, w.length) for w in layout.whole) == whole
         weights = DECAY ** torch.arange(steps) / torch.tensor(wanted.rows).clamp_min(1)
         loss, sums = fused_loss(objective, batch, layout, weights, torch.float32)
         (3.0 * loss).backward()
@@ -80,6 +81,20 @@ def test_tiles_that_cross_documents_and_are_not_full(agree, make_objective, make
     """More rows than a tile has, documents that begin inside one, a reply of one token, one chunk of labels a row."""
     masks = [[0] * 70 + [1] * 75, [0, 0, 1], [0] * 9 + [1] * 11 + [0] * 3 + [1] + [0] + [1] * 5]
     agree(make_objective(head_dim=16, num_heads=2, num_kv_heads=1), make_batch(masks), steps=2, label_rows=50)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_whole_documents(agree, make_objective, make_batch, monkeypatch, num_kv_heads):
+    """First, last and between others; a tile with rows of both kinds; a gap; lengths that are rounded up or are not."""
+    monkeypatch.setattr(whole, "SHORTEST", 10)
+    monkeypatch.setattr(whole, "ROUND", 4)
+    monkeypatch.setattr(attention, "ROUND", 4)
+    objective = make_objective(head_dim=16, num_heads=2, num_kv_heads=num_kv_heads, norm_output=True)
+    dense, gap = [0] + [1] * 12, [0, 1, 1, 0, 0, *[1] * 11]
+    short, sparse = [0, 0, 1, 1, 1], [*[0] * 9, 1, 1, 1]
+    agree(objective, make_batch([dense, short, gap, sparse, dense]), whole=((0, 13), (18, 16), (46, 13)))
+    objective.zero_grad()
+    agree(objective, make_batch([sparse, [0] + [1] * 90, short]), whole=((12, 91),))
 
 
 def test_a_frozen_head_gets_no_gradient(agree, make_objective, make_batch):

@@ -30,16 +30,22 @@ def test_the_kernels_in_tritons_interpreter():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tiles_hold_what_every_row_sees(make_batch, seed):
+def test_tiles_hold_what_every_row_sees(make_batch, monkeypatch, seed):
     """Every key a row sees is in its tile's range; in the part that is not masked, every row sees every key."""
     from draftsmith.core.fused import tiles
     from draftsmith.core.fused.layout import lay_out
 
     rng = np.random.default_rng(seed)
-    masks = [(rng.random(n) < rng.random()).astype(int).tolist() for n in rng.integers(1, 400, size=rng.integers(1, 6))]
+    monkeypatch.setattr("draftsmith.core.fused.whole.SHORTEST", 50)
+    shares = [rng.random(), 1.0, 0.95]
+    masks = [
+        (rng.random(n) < shares[rng.integers(3)]).astype(int).tolist()
+        for n in rng.integers(1, 400, size=rng.integers(1, 6))
+    ]
     window, steps = [None, 1, 5, 90][seed % 4], int(rng.integers(1, 8))
-    layout = lay_out(make_batch(masks), steps, 7, window)
+    layout = lay_out(make_batch(masks), steps, 7, window, whole=True)
     rows, documents = layout.rows_R.numpy(), layout.documents_R.numpy()
+    assert bool(layout.whole) == bool((documents > rows).any())
     keys = np.arange(len(layout.row_of_T))
 
     def seen(ahead):
@@ -150,6 +156,41 @@ def test_on_a_gpu(make_objective, make_batch, values, seed):
         assert off < 1.2 * eager[name] + 2e-3, (name, off, eager[name])
     again = run(True, torch.bfloat16)
     assert all(torch.equal(half[n], again[n]) for n in half)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 8, 128), (8, 2, 64)], ids=str)
+def test_whole_documents_on_a_gpu(make_objective, make_batch, heads):
+    """CuDNN's passes against eager float32 and against our own kernels in bfloat16."""
+    from draftsmith.core.fused.layout import lay_out
+    from draftsmith.core.fused.objective import fused_loss
+
+    cuda, steps, (n, g, d) = torch.device("cuda"), 5, heads
+    masks = [[0, *[1] * 2999], [0] * 300 + [1] * 200, [0] * 40 + ([1] * 300 + [0] * 9) * 10, [0, *[1] * 2303]]
+    objective = make_objective(num_heads=n, num_kv_heads=g, head_dim=d).to(cuda)
+    host = make_batch(masks)
+    layouts = {whole: lay_out(host, steps, 900, None, whole).to(cuda) for whole in (False, True)}
+    assert [w.length for w in layouts[True].whole] == [3000, 3130, 2304]
+    batch, weights = host.to(cuda), 0.8 ** torch.arange(steps, device=cuda) / layouts[True].num_rows
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+    def run(layout=None):
+        objective.zero_grad()
+        if layout is None:
+            loss = (weights * objective(batch, steps).loss_J).sum()
+        else:
+            loss, _ = fused_loss(objective, batch, layout, weights, torch.bfloat16)
+        loss.backward()
+        return float(loss.detach()), {n: p.grad.clone() for n, p in objective.draft.named_parameters()}
+
+    def error(mine, wanted):
+        return {n: float((mine[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted}
+
+    (exact, wanted), (ours, kernels), (theirs, whole) = run(), run(layouts[False]), run(layouts[True])
+    assert theirs == pytest.approx(exact, rel=3 * abs(ours / exact - 1) + 1e-4)
+    by_kernels = error(kernels, wanted)
+    for name, off in error(whole, wanted).items():
+        assert off < 1.2 * by_kernels[name] + 2e-3, (name, off, by_kernels[name])
 
 
 @pytest.mark.gpu
