@@ -89,7 +89,7 @@ class TrainConfig(Section):
     )
     attention: Literal["auto", "triton"] = Field(
         "auto",
-        description="Attention of the fused pass. auto: in bfloat16, documents of 2,048 tokens and more that are "
+        description="Attention of the fused pass. auto: in bfloat16, documents of 4,096 tokens and more that are "
         "supervised almost throughout are left to cuDNN, which is faster and adds up in no fixed order; triton: our "
         "kernels alone, whose bits repeat.",
     )

@@ -46,7 +46,7 @@ class Attention:
         for x in storage:
             x[tokens:] = 0.0
         self.k_TGD, self.v_TGD = (x[:tokens] for x in storage)
-        self.whole = WholePasses(layout.whole, layout.rows_R, storage[0], storage[1])
+        self.whole = WholePasses(layout.whole, layout.rows_R, layout.row_of_T, *storage)
         self.own_k, self.own_v = (like.new_empty(*later, self.g, self.d) for _ in range(2))
         # Three products of tf32 parts are as good as one of float32, and compile in seconds; bfloat16 has one mode.
         self._precision = "tf32x3" if like.dtype == torch.float32 else "tf32"
@@ -81,7 +81,17 @@ class Attention:
 
     def grad_kv(self, q_JRND: Tensor, grad_JRND: Tensor, lse_JNR: Tensor, delta_JNR: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the rotated step-1 keys and of their values over all steps, [T, G, D] each."""
-        lay, dk, dv = self.layout, torch.empty_like(self.k_TGD), torch.empty_like(self.v_TGD)
+        lay = self.layout
+        dk, dv = (torch.zeros_like(x) if lay.all_whole else torch.empty_like(x) for x in (self.k_TGD, self.v_TGD))
+        if not lay.all_whole:
+            self._grad_kv_by_tiles(q_JRND, grad_JRND, lse_JNR, delta_JNR, dk, dv)
+        self.whole.store(dk, dv)
+        return dk, dv
+
+    def _grad_kv_by_tiles(
+        self, q_JRND: Tensor, grad_JRND: Tensor, lse_JNR: Tensor, delta_JNR: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        lay = self.layout
         tile, (q, grad) = self._streamed(
             tiles.GRAD_KV, tiles.GRAD_KV.rows, q_JRND.flatten(0, 1), grad_JRND.flatten(0, 1)
         )
@@ -89,8 +99,6 @@ class Attention:
             q, self.k_TGD, self.v_TGD, grad, lse_JNR, delta_JNR, dk, dv, lay.rows_R, lay.documents_R,
             lay.grad_kv_tiles, lay.num_rows, len(dk), lay.steps, lay.window, self._scale(), **tile,
         )  # fmt: skip
-        self.whole.store(dk, dv)
-        return dk, dv
 
     def _scale(self) -> float:
         return float(self.d**-0.5) * LOG2_E

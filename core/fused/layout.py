@@ -76,6 +76,11 @@ class Layout:
         return moved(self, device)
 
     @property
+    def all_whole(self) -> bool:
+        """Whether every computed row is of a whole document."""
+        return sum(w.r1 - w.r0 for w in self.whole) == self.num_rows
+
+    @property
     def num_rows(self) -> int:
         """R."""
         return len(self.rows_R)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 LN_2 = math.log(2.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# cuDNN plans anew for every length (0.1 s), and a short document is not worth its launches.
-ROUND, SHORTEST = 256, 2048
+# cuDNN plans anew for every length (0.1 s), and what is moved for it costs what it saves at 2,048 tokens.
+ROUND, SHORTEST = 256, 4096
 # Of the pairs of rows and keys in a document, those that are needed.
 LEAST_SHARE = 0.7
 # The natural log-sum of a position without a row: its probabilities become zero.
@@ -69,6 +69,15 @@ def choose(offsets: tuple[int, ...], rows: np.ndarray) -> tuple[Whole, ...]:
 
 
 @triton.jit
+def _spread(X, TO, ROW_OF, length, size, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of X to their positions, zeros where there is no row."""
+    s, n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.arange(0, D)
+    r = tl.load(ROW_OF + s, mask=s < length, other=-1)
+    x = tl.load(X + r[:, None].to(tl.int64) * (N * D) + n * D + c[None, :], mask=(r >= 0)[:, None], other=0.0)
+    tl.store(TO + s[:, None] * (N * D) + n * D + c[None, :], x, mask=(s < size)[:, None])
+
+
+@triton.jit
 def _join(
     OUT, LSE, THEIRS, THEIR_LSE, AT, r0, rows, count, size, head_stride, row_stride,
     N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -105,16 +114,19 @@ def _add(
 class WholePasses:
     """cuDNN's passes over the whole documents of one batch."""
 
-    def __init__(self, whole: tuple[Whole, ...], rows_R: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
+    def __init__(
+        self, whole: tuple[Whole, ...], rows_R: Tensor, row_of_T: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> None:
         """Keep where every row lies in its document.
 
         Args:
             whole: the documents.
             rows_R: packed row of every computed row.
+            row_of_T: the reverse, -1 where there is none.
             k_TGD: storage of the step-1 keys, with at least ROUND finite rows behind the last document.
             v_TGD: of their values.
         """
-        self.whole, self.k_TGD, self.v_TGD = whole, k_TGD, v_TGD
+        self.whole, self.row_of_T, self.k_TGD, self.v_TGD = whole, row_of_T, k_TGD, v_TGD
         self.at = [rows_R[w.r0 : w.r1].long() - w.start for w in whole]
         self.sums: list[tuple[Tensor, Tensor]] = []
 
@@ -122,7 +134,7 @@ class WholePasses:
         """Add the step-1 keys of whole documents to outputs and log2-sums of the own keys."""
         count, n, d = q_RND.shape
         for w, at in zip(self.whole, self.at, strict=True):
-            out, lse = _attend(self._spread(q_RND, w, at), *self._keys(w))
+            out, lse = _attend(self._spread(q_RND, w), *self._keys(w))
             _join[(triton.cdiv(len(at), _BLOCK), n)](
                 out_RND, lse_NR, out, lse, at, w.r0, len(at), count, w.size, out.stride(1), out.stride(2), n, d, _BLOCK
             )
@@ -133,7 +145,7 @@ class WholePasses:
         for i, (w, at) in enumerate(zip(self.whole, self.at, strict=True)):
             lse = lse_NR.new_full((1, n, w.size, 1), _NO_ROW)
             lse[0, :, :, 0].index_copy_(1, at, lse_NR[:, w.r0 : w.r1] * LN_2)
-            q, out, grad = (self._spread(x, w, at) for x in (q_RND, out_RND, grad_RND))
+            q, out, grad = (self._spread(x, w) for x in (q_RND, out_RND, grad_RND))
             dq, dk, dv = _attend_backward(grad, q, *self._keys(w), out, lse)
             _add[(triton.cdiv(len(at), _BLOCK), n)](
                 dq_RND, dq, at, w.r0, len(at), dq.stride(1), dq.stride(2), n, d, _BLOCK
@@ -150,10 +162,13 @@ class WholePasses:
             for to, total in zip((dk_TGD, dv_TGD), sums, strict=True):
                 to[w.start : w.start + w.length] = total[0, :, : w.length].transpose(0, 1)
 
-    def _spread(self, x_RND: Tensor, w: Whole, at: Tensor) -> Tensor:
+    def _spread(self, x_RND: Tensor, w: Whole) -> Tensor:
         """A document's rows at its positions, [1, N, S, D]."""
-        spread = x_RND.new_zeros(1, w.size, *x_RND.shape[1:])
-        spread[0].index_copy_(0, at, x_RND[w.r0 : w.r1])
+        _, n, d = x_RND.shape
+        spread = x_RND.new_empty(1, w.size, n, d)
+        _spread[(triton.cdiv(w.size, _BLOCK), n)](
+            x_RND, spread, self.row_of_T[w.start :], w.length, w.size, n, d, _BLOCK
+        )
         return spread.transpose(1, 2)
 
     def _keys(self, w: Whole) -> tuple[Tensor, Tensor]:

@@ -95,6 +95,8 @@ def test_whole_documents(agree, make_objective, make_batch, monkeypatch, num_kv_
     agree(objective, make_batch([dense, short, gap, sparse, dense]), whole=((0, 13), (18, 16), (46, 13)))
     objective.zero_grad()
     agree(objective, make_batch([sparse, [0] + [1] * 90, short]), whole=((12, 91),))
+    objective.zero_grad()
+    agree(objective, make_batch([[0, 0, 0], dense, gap]), whole=((3, 13), (16, 16)))  # nothing is left to our kernels
 
 
 def test_a_frozen_head_gets_no_gradient(agree, make_objective, make_batch):

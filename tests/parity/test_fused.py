@@ -166,11 +166,11 @@ def test_whole_documents_on_a_gpu(make_objective, make_batch, heads):
     from draftsmith.core.fused.objective import fused_loss
 
     cuda, steps, (n, g, d) = torch.device("cuda"), 5, heads
-    masks = [[0, *[1] * 2999], [0] * 300 + [1] * 200, [0] * 40 + ([1] * 300 + [0] * 9) * 10, [0, *[1] * 2303]]
+    masks = [[0, *[1] * 4999], [0] * 300 + [1] * 200, [0] * 40 + ([1] * 300 + [0] * 9) * 14, [0, *[1] * 4351]]
     objective = make_objective(num_heads=n, num_kv_heads=g, head_dim=d).to(cuda)
     host = make_batch(masks)
     layouts = {whole: lay_out(host, steps, 900, None, whole).to(cuda) for whole in (False, True)}
-    assert [w.length for w in layouts[True].whole] == [3000, 3130, 2304]
+    assert [w.length for w in layouts[True].whole] == [5000, 4366, 4352]
     batch, weights = host.to(cuda), 0.8 ** torch.arange(steps, device=cuda) / layouts[True].num_rows
     torch.backends.cuda.matmul.allow_tf32 = False
 
