@@ -11,6 +11,7 @@ from rich.table import Table
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.estimate import amount_of, stated
+from draftsmith.core.named import check_paths
 from draftsmith.core.plan import GB, Rates, make_plan
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
@@ -32,6 +33,7 @@ def plan(
 ) -> None:
     """Tokens, bytes, hours and memory of a run before anything runs; exit code 1 where something does not fit."""
     loaded = load_config(config, overrides)
+    check_paths(loaded, sources=tokens is None)
     amount = stated(loaded, tokens, length, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
     rates = Rates(capture_rate, train_rate, gpus, None if gpu_memory is None else gpu_memory * GB)
     made = make_plan(loaded, amount, rates)

@@ -50,8 +50,11 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     store = open_store(config)
     target = resolve_target(config.target)
     check_upstream(config, run, target, store.manifest)
-    resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), len(load_mapping(run.vocab_mapping).d2t))
+    vocab = len(load_mapping(run.vocab_mapping).d2t)
+    shape = resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), vocab)
     accelerator = _accelerator(config, run)
+    # What this machine cannot run is refused before anything is written.
+    fused_dtype(config.train, shape, accelerator.device, accelerator.mixed_precision == "bf16")
     inputs = train_inputs(config, run)
     feed = open_feed(store, config, accelerator.process_index, accelerator.num_processes, check_capture)
     total = len(feed.plan) // config.train.grad_accum_steps
