@@ -1,6 +1,7 @@
 """What a config names on this machine, looked for before anything is done: all that is missing is said at once."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from draftsmith.core.config import Config, TargetConfig
@@ -26,10 +27,10 @@ def check_paths(config: Config, target: bool = True, sources: bool = True) -> No
     """
     checks: list[Callable[[], object]] = []
     if target:
-        checks += [lambda: check_named(config.target), lambda: _template(config.target)]
+        checks += [partial(check_named, config.target), partial(_template, config.target)]
     if sources and not (RunFolder.of(config).samples / MANIFEST).is_file():
         paths = [s.path for s in config.data.sources] + config.data.contamination.sets + config.eval.sets
-        checks += [lambda path=path: files_of(path) for path in paths if not path.startswith(HUB) and not is_hub(path)]
+        checks += [partial(files_of, path) for path in paths if not path.startswith(HUB) and not is_hub(path)]
     missing = [error for check in checks if (error := _error(check))]
     if len(missing) == 1:
         raise missing[0]
