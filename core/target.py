@@ -161,6 +161,19 @@ def resolve_layer_ids(config: CaptureConfig, num_layers: int) -> list[int]:
     return list(ids)
 
 
+def context_of(hf_config: Any) -> int | None:
+    """Positions that vLLM serves a target with at most; None where its config does not tell."""
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    scaling = getattr(hf_config, "rope_scaling", None) or getattr(hf_config, "rope_parameters", None) or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(positions, int):
+        return None
+    if kind in ("default", "llama3", "mrope"):  # of these the config names what the scaling reaches
+        return positions
+    before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    return int(before * factor) if kind == "yarn" and before and factor else None
+
+
 def weight_bytes(target: Target) -> int:
     """Size of the target's weight files."""
     return sum(f.stat().st_size for f in target.local_path.glob("*.safetensors"))

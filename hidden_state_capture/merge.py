@@ -39,8 +39,8 @@ def merge_stores(parts: list[Path], folder: Path, verify: bool = True) -> dict[s
         Its manifest.
 
     Raises:
-        UserError: a part is missing, incomplete or damaged, parts differ in what decides the states, a sample is in two of
-            them, or `folder` holds something.
+        UserError: a part is missing, incomplete or damaged, parts differ in what decides the states, a sample is in two
+            of them, or `folder` holds something.
     """
     folder = folder.resolve()  # it may be a link to a larger disk
     if folder.exists() and (not folder.is_dir() or any(not is_aside(item) for item in folder.iterdir())):

@@ -6,6 +6,7 @@ checksum is the manifest's are read, so that a damaged one is still found by `ve
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _rows(tensors: dict[str, Tensor], named: _Named) -> Iterator[dict[str, Any]]
     """Rows of one shard; a sample that nobody knows is left out."""
     offsets, last_rows = tensors["sample_offsets"].tolist(), tensors["last_rows"]
     last_start = 0
-    for row, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for row, (start, end) in enumerate(pairwise(offsets)):
         last_end = int((last_rows < end).sum())
         parts = {name: tensors[name][start:end] for name in TOKEN_TENSORS if name in tensors}
         parts |= {name: tensors[name][last_start:last_end] for name in LAST_TENSORS if name in tensors}

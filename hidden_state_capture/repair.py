@@ -37,7 +37,8 @@ def repair_store(folder: Path, samples: Path | None = None, jobs: int | None = N
         What was found; without faults no state was touched.
 
     Raises:
-        UserError: there is no complete store, its index is lost and its samples are not there, or a fault is of the store as a whole.
+        UserError: there is no complete store, its index is lost and its samples are not there, or a fault is of the
+            store as a whole.
     """
     manifest = store_manifest(folder, "store repair")
     if not index_is_readable(folder):

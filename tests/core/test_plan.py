@@ -16,7 +16,8 @@ from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.errors import UserError
 from draftsmith.core.estimate import amount_of, stated
-from draftsmith.core.plan import Rates, make_plan
+from draftsmith.core.plan import make_plan
+from draftsmith.core.plan_hours import Rates
 from draftsmith.core.run import RunFolder
 from draftsmith.core.sizes import (
     H200_TRAINING_FLOPS,
@@ -152,7 +153,7 @@ def test_hours_are_tokens_by_rates(minimax, roomy):
     made = make_plan(config, stated(config, 3_600_000, 1000, 0.6), Rates(1000.0, 500.0, 1, 141e9))
     assert made["hours"]["capture"] == pytest.approx(1.0)
     assert made["hours"]["train"] == pytest.approx(3 * 0.9 * 2.0)
-    assert made["hours"]["train_rate_of"] == made["hours"]["capture_rate_of"] == "stated"
+    assert made["hours"]["train_rate_of"] == made["hours"]["capture_rate_of"] == "as stated"
     assert made["hours"]["together"] == pytest.approx(1.0 + 3 * 0.9 * 2.0)
 
 
