@@ -75,8 +75,9 @@ def _parallel(config: Config, target: Target, shape: DraftShape) -> Iterator[tup
             named = ", ".join(map(str, [n for n in fits if n <= 64]))
             yield (
                 f"target.tensor_parallel is {gpus}, and {whose} has {queries} attention heads ({keys} for keys).",
-                f"Set it to one of {named}{', or change the draft`s heads' if whose == 'the draft' else ''}.",
+                f"Set it to one of {named}{', or change draft.num_heads' if whose == 'the draft' else ''}.",
             )
+            break
     block = _expert_block(hf)
     inner = getattr(hf, "moe_intermediate_size", None) or getattr(hf, "intermediate_size", None)
     apart = config.target.engine_args.get("enable_expert_parallel")
