@@ -86,13 +86,22 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False)
 
 
 @eval_app.command(STAGE, hidden=True)
-def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", help="Evaluate this draft's folder instead of the run's; in eval-NAME/.")
+    ] = None,
+) -> None:
     """Stage 4: replay offline, serve on vLLM, report; exports what it serves."""
     from draftsmith.eval.stage import evaluate as run_evaluate
+    from draftsmith.eval.subject import report_place
 
-    with _run(config, overrides, fresh, lambda run: [run.eval]) as loaded:
-        _export(loaded)
-        run_evaluate(loaded)
+    with _run(config, overrides, fresh, lambda run: [(report_place(run, draft) if draft else run).eval]) as loaded:
+        if draft is None:
+            _export(loaded)
+        run_evaluate(loaded, draft)
 
 
 @data_app.command("show")

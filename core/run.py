@@ -19,9 +19,10 @@ COMPLETE = "COMPLETE"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of `runs/NAME/`; nothing is created by asking for one."""
+    """Paths of `runs/NAME/`; nothing is created by asking for one. `report` is the name of the report's folder."""
 
     root: Path
+    report: str = "eval"
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
@@ -66,7 +67,7 @@ class RunFolder:
     @property
     def eval(self) -> Path:
         """The report."""
-        return self.root / "eval"
+        return self.root / self.report
 
     @property
     def metrics(self) -> Path:
