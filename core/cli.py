@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from draftsmith.core.atomic import write_text
 from draftsmith.core.cli_capture import capture_app, capture_share
+from draftsmith.core.cli_dry import DryRun, TargetConfigFile, dry_run
 from draftsmith.core.cli_eval import eval_app
 from draftsmith.core.cli_export import export_app
 from draftsmith.core.cli_group import STAGE
@@ -48,8 +49,16 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output
 
 
 @app.command()
-def prepare(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
+) -> None:
     """Stage 1: conversations to samples; the target answers the prompts on vLLM."""
+    if dry:
+        return dry_run("prepare", config, overrides, target_config)
     with _run(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping, run.journal]) as loaded:
         _prepare(loaded)
 
@@ -60,10 +69,14 @@ def capture(
     overrides: Overrides = None,
     fresh: Fresh = False,
     shard: Annotated[str | None, typer.Option("--shard", help="i/n: only share i (from 0) of n, on this host.")] = None,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
 ) -> None:
     """Stage 2: hidden states of the target; prepares what is missing (also `capture merge`, `capture serve-args`)."""
     from draftsmith.hidden_state_capture.beside import capture_alone
 
+    if dry:
+        return dry_run("capture", config, overrides, target_config)
     if shard:
         return capture_share(load_config(config, overrides), shard, fresh)
     with _run(config, overrides, fresh, lambda run: [run.hidden_states, run.spool], side="capture") as loaded:
@@ -72,10 +85,18 @@ def capture(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
+) -> None:
     """Stage 3: train the draft; goes on from the newest checkpoint."""
     from draftsmith.train.stage import train as run_train
 
+    if dry:
+        return dry_run("train", config, overrides, target_config)
     with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]) as loaded:
         if loaded.capture.mode == "store":
             return run_train(loaded)
@@ -93,11 +114,15 @@ def evaluate(
     draft: Annotated[
         Path | None, typer.Option("--draft", help="Evaluate this draft's folder instead of the run's; in eval-NAME/.")
     ] = None,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
 ) -> None:
     """Stage 4: replay offline, serve on vLLM, report; exports what it serves."""
     from draftsmith.eval.stage import evaluate as run_evaluate
     from draftsmith.eval.subject import report_place
 
+    if dry:
+        return dry_run("eval", config, overrides, target_config)
     with _run(config, overrides, fresh, lambda run: [(report_place(run, draft) if draft else run).eval]) as loaded:
         if draft is None:
             _export(loaded)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from draftsmith.core.cli_dry import DryRun, TargetConfigFile, dry_run
 from draftsmith.core.cli_group import STAGE, StageGroup
 from draftsmith.core.config import ExportConfig, TargetConfig
 from draftsmith.core.errors import UserError
@@ -46,8 +47,12 @@ def run(
         str | None, typer.Option("--push-to-hub", help="Upload to this hub repository (owner/name).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Upload although it is not proven on a server.")] = False,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
 ) -> None:
     """Stage 5: the draft as a server loads it, proven (also `export convert`)."""
+    if dry:
+        return dry_run("export", config, overrides, target_config)
     from draftsmith.core.cli import _run
     from draftsmith.core.run import RunFolder
     from draftsmith.export.hub import push_to_hub

@@ -40,6 +40,9 @@ def plan(
         Path | None, typer.Option(help="The target's config.json, or its folder, where the target is not here.")
     ] = None,
     max_hours: Annotated[float, typer.Option(min=0, help="A run that takes longer does not fit.")] = 720.0,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Print the few lines that recipes carry in their head.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tokens, bytes, hours and memory of a run before anything runs; exit code 1 where something does not fit."""
@@ -51,9 +54,32 @@ def plan(
     made = make_plan(loaded, amount, rates, target_shape(loaded.target, target_config))
     if as_json:
         print(json.dumps(made, indent=2))
+    elif brief:
+        print("\n".join(brief_lines(loaded, made)))
     else:
         _show(loaded, made)
     raise typer.Exit(1 if made["problems"] else 0)
+
+
+def brief_lines(config: Config, made: dict[str, Any]) -> list[str]:
+    """The plan in a few lines, without anything about the machine that it is made on."""
+    draft, disk, hours, gpu = (made[key] for key in ("draft", "disk", "hours", "gpu"))
+    states, used, count = disk["states"], sum(gpu["training"].values()), gpu["count"]
+    spool = config.capture.mode == "spool"
+    stages = ", ".join(f"{s} {hours[s]:,.1f}" for s in ("prepare", "capture", "train"))
+    kept = f"all states would be {_size(states['bf16'])} in bf16, {_size(states['fp8'])} in fp8"
+    return [
+        f"draft: {draft['parameters']:,} parameters on auxiliary layers {draft['layer_ids']}",
+        f"disk: {_size(disk['states_needed'] + disk['checkpoints'])}, checkpoints included ({kept})",
+        f"hours on {gpu['name']}s: {stages} ({'the last two at once' if spool else 'one after another'}), "
+        f"{hours['all']:,.1f} in all",
+        f"memory: {_size(used)} on {f'each of {count} GPUs that train' if count > 1 else 'the GPU that trains'}",
+        *(f"does not fit: {p['what']} {p['mend']}" for p in made["problems"] if not _of_this_machine(p["what"])),
+    ]
+
+
+def _of_this_machine(what: str) -> bool:
+    return "are free" in what or "this machine has" in what
 
 
 def _show(config: Config, made: dict[str, Any]) -> None:

@@ -107,8 +107,16 @@ def target_shape(config: TargetConfig, described: Path | None = None) -> Target:
             f"{folder}/config.json: not the config of a causal language model ({error!r}).",
             "Point target.path at a checkpoint folder.",
         ) from None
-    hf: Any = SimpleNamespace(**text)
+    hf: Any = SimpleNamespace(**_with_rope_parameters(text))
     return Target(config.path, folder, config.revision, layers, hidden, vocab, hf)
+
+
+def _with_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """As transformers 5 reads it: what version 4 called rope_scaling and rope_theta, under their new name."""
+    if config.get("rope_parameters") or not (old := config.get("rope_scaling")):
+        return config
+    rope = {"rope_type" if key == "type" else key: value for key, value in old.items()}
+    return {**config, "rope_parameters": {"rope_theta": config.get("rope_theta", 10000.0), **rope}}
 
 
 def _from_hub(config: TargetConfig) -> Path:
