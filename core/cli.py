@@ -16,6 +16,7 @@ import typer
 from safetensors import SafetensorError
 
 from draftsmith.core.atomic import write_text
+from draftsmith.core.capturable import check_capturable
 from draftsmith.core.cli_capture import capture_app, capture_share
 from draftsmith.core.cli_dry import DryRun, TargetConfigFile, dry_run
 from draftsmith.core.cli_eval import eval_app
@@ -199,8 +200,10 @@ def _run(
 
     loaded = load_config(config, overrides)
     check_paths(loaded)
-    # Whatever the stage, a target that cannot be read or layers that it lacks are said before anything is done.
-    resolve_layer_ids(loaded.capture, resolve_target(loaded.target).num_layers)
+    # Whatever the stage, a target that cannot be read or captured, or layers that it lacks, are said before all else.
+    target = resolve_target(loaded.target)
+    resolve_layer_ids(loaded.capture, target.num_layers)
+    check_capturable(loaded.capture, target)
     run = RunFolder.of(loaded)
     beside = loaded.capture.mode == "spool" and loaded.capture.spool_capture == "own"
     # Under torchrun the processes share the folder: one puts aside.

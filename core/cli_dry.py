@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from draftsmith.core.capturable import check_capturable
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.draft_shape import DraftShape, resolve_shape
@@ -86,6 +87,7 @@ def _prepare(config: Config, run: RunFolder, target: Target, layer_ids: list[int
 def _capture(config: Config, run: RunFolder, target: Target, layer_ids: list[int], shape: DraftShape) -> dict[str, Any]:
     from draftsmith.hidden_state_capture.driver import Job, engine_args
 
+    check_capturable(config.capture, target)
     job = Job(config, target, layer_ids, run.samples, run.hidden_states, 0, config.capture.data_parallel, 0)
     return {
         "mode": config.capture.mode,

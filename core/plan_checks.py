@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from draftsmith.core.capturable import refusal
 from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.estimate import Amount
@@ -41,6 +42,7 @@ def setting_problems(
         *_spool(config, amount, shape),
         *_time(config, rates, plan["hours"]),
         *_float8(config, gpu),
+        *([found] if (found := refusal(config.capture, target)) else []),
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core.atomic import write_json
+from draftsmith.core.capturable import check_capturable
 from draftsmith.core.config import Config
 from draftsmith.core.damage import reading
 from draftsmith.core.engine import engine_dtype, require_vllm
@@ -46,6 +47,7 @@ def capture(config: Config, part: tuple[int, int] | None = None) -> None:
     run = RunFolder.of(config)
     target = resolve_target(config.target)
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
+    check_capturable(config.capture, target)
     require_manifest(run.samples, "prepare", "capture")
     folder = run.root / part_name(*part) if part else run.hidden_states
     inputs = capture_inputs(config, target, layer_ids, run)
