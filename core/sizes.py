@@ -119,8 +119,7 @@ def target_parameters(hf: Any) -> tuple[int, int]:
     shared += 3 * hidden * _first(hf, "shared_expert_intermediate_size")
     common = _attention(hf) + (layers - moe) * 3 * hidden * inner + moe * shared
     head = hf.vocab_size * hidden
-    heads = head if getattr(hf, "tie_word_embeddings", False) else 2 * head
-    return common + moe * experts * per_expert + heads, common + moe * used + head
+    return common + moe * experts * per_expert + _heads_parameters(hf), common + moe * used + head
 
 
 def target_bytes(hf: Any, method: str | None) -> int:
@@ -128,7 +127,8 @@ def target_bytes(hf: Any, method: str | None) -> int:
     every, (experts, moe, per_expert) = target_parameters(hf)[0], _experts(hf)
     if method == "mxfp4":  # the experts alone: four bits, and eight more for every 32 of them
         return round(2 * every - (2 - 4.25 / 8) * moe * experts * per_expert)
-    return every if method else 2 * every
+    # Embedding and lm_head stay in bfloat16.
+    return every + _heads_parameters(hf) if method else 2 * every
 
 
 def cache_bytes(hf: Any) -> int:
@@ -137,6 +137,11 @@ def cache_bytes(hf: Any) -> int:
         return 2 * int(hf.num_hidden_layers) * (rank + _first(hf, "qk_rope_head_dim"))
     _, groups, head_dim = _heads(hf)
     return 2 * 2 * _full_layers(hf) * groups * head_dim
+
+
+def _heads_parameters(hf: Any) -> int:
+    """Of embedding and lm_head, which may be one."""
+    return int(hf.vocab_size * hf.hidden_size * (1 if getattr(hf, "tie_word_embeddings", False) else 2))
 
 
 def _experts(hf: Any) -> tuple[int, int, int]:
