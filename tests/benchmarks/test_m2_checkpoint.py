@@ -1,4 +1,4 @@
-"""The random MiniMax-M2 that benchmarks/scale runs: the tensors that transformers writes of the same shape, and float8."""
+"""The random MiniMax-M2 that benchmarks/scale runs: tensors as transformers writes them, float8 blocks, tokens."""
 
 import importlib.util
 import sys
