@@ -147,6 +147,16 @@ def test_the_start_for_an_own_target_needs_its_two_paths_only():
         assert run(stage, "-c", file, f"target.path={NAME}", "--dry-run").exit_code == 0
 
 
+def test_the_guides_plan_is_the_recipes():
+    guide = (ROOT / "docs" / "minimax.md").read_text()
+    words, beneath = planned("minimax_m2_5")
+    said = f"    .venv/bin/draftsmith {shlex.join(words)}\n" + "".join(f"    -> {line}\n" for line in beneath)
+    assert said in guide
+    hours = dict(re.findall(r"(prepare|capture) (\d+)", beneath[2]))
+    assert f"## 3. Replies ({hours['prepare']} hours" in guide
+    assert f"## 4. Capture and training ({hours['capture']} hours" in guide
+
+
 def test_a_target_that_was_never_captured_is_refused_by_plan_dry_run_and_capture():
     file, described = CONFIGS / "deepseek_v3_2.yaml", target_config("deepseek_v3_2")
     with pytest.raises(UserError, match=r"sparse latent attention.*capture\.untried_targets=true"):
