@@ -74,12 +74,22 @@ def capture(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started, and start nothing.")] = False,
+) -> None:
     """Stage 3: train the draft; goes on from the newest checkpoint."""
     from draftsmith.train.stage import train as run_train
 
-    with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]) as loaded:
-        if loaded.capture.mode == "store":
+    if dry_run:
+        from draftsmith.train.dry_run import dry_run as say_what
+
+        return say_what(load_config(config, overrides))
+    old = lambda run: [run.checkpoints, run.metrics, run.torchspec]  # noqa: E731
+    with _run(config, overrides, fresh, old) as loaded:
+        if loaded.capture.mode == "store" or loaded.train.engine == "torchspec":
             return run_train(loaded)
         from draftsmith.hidden_state_capture.beside import capturing
 

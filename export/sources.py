@@ -8,7 +8,7 @@ from draftsmith.core.draft_folder import CONFIG, LayerIdConvention, read_draft, 
 from draftsmith.core.errors import UserError
 from draftsmith.core.run import COMPLETE
 from draftsmith.core.target import Target
-from draftsmith.export.distributed import is_distributed, load_distributed
+from draftsmith.core.distributed import is_distributed, load_distributed
 from draftsmith.export.draft import Draft, from_checkpoint, from_folder
 from draftsmith.export.zero import is_zero, load_zero
 
