@@ -7,15 +7,36 @@ from pydantic import Field, field_validator
 from draftsmith.core.section import PositiveInt, Section
 
 # What TorchSpec reads of its section `mooncake`, which is the one section that it does not check.
-MOONCAKE_KEYS = frozenset(
-    "async_put_pool_size device_name enable_gpu_direct enable_hard_pin get_batch_size global_segment_size "
-    "gpu_buffer_size hidden_dim host_buffer_size kv_lease_ttl_s local_buffer_size local_hostname "
-    "master_server_address max_seq_len metadata_port metadata_server protocol".split()
-)
+MOONCAKE_KEYS = {
+    "async_put_pool_size",
+    "device_name",
+    "enable_gpu_direct",
+    "enable_hard_pin",
+    "get_batch_size",
+    "global_segment_size",
+    "gpu_buffer_size",
+    "hidden_dim",
+    "host_buffer_size",
+    "kv_lease_ttl_s",
+    "local_buffer_size",
+    "local_hostname",
+    "master_server_address",
+    "max_seq_len",
+    "metadata_port",
+    "metadata_server",
+    "protocol",
+}
 # Its `vllm.LLM` arguments, which it drops with a warning where they are given.
-_SET_BY_TORCHSPEC = frozenset(
-    "model tensor_parallel_size nnodes node_rank master_addr master_port speculative_config kv_transfer_config".split()
-)
+_SET_BY_TORCHSPEC = {
+    "model",
+    "tensor_parallel_size",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "speculative_config",
+    "kv_transfer_config",
+}
 
 
 class TorchSpecConfig(Section):
