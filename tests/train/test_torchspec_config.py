@@ -81,8 +81,8 @@ def test_rows_hold_our_ids(torchspec_run):
 
 def test_the_yaml_says_what_our_config_says(torchspec_run):
     config = torchspec_run(
-        {"inference_gpus": 4, "training_gpus_per_node": 2, "micro_batch_size": 2, "overrides": {"debug.max_dump_steps": 1},
-         "mooncake": {"protocol": "rdma"}},
+        {"inference_gpus": 4, "training_gpus_per_node": 2, "micro_batch_size": 2,
+         "overrides": {"debug.max_dump_steps": 1}, "mooncake": {"protocol": "rdma"}},
         train={"grad_accum_steps": 2, "warmup_steps": 1, "schedule": "wsd", "trackers": ["wandb"], "epochs": 3},
         target={"tensor_parallel": 2, "engine_args": {"gpu_memory_utilization": 0.7, "quantization": "fp8"}},
     )  # fmt: skip
