@@ -60,10 +60,12 @@ def main():
     bar = tqdm(total=total, desc="Training", unit="step", initial=start)
     for step in range(start + 1, total + 1):
         time.sleep(0.05)
-        bar.set_postfix({"loss": f"{9 / step:.3f}", "acc": "0.100", "acc_len": "0.11", "thru": "1.0", "epoch": "1/2"}, refresh=False)
+        shown = {"loss": f"{9 / step:.3f}", "acc": "0.100", "acc_len": "0.11", "thru": "1.0", "epoch": "1/2"}
+        bar.set_postfix(shown, refresh=False)
         bar.update(1)
         scalars = {f"train/ploss_{i}": 3.0 / step for i in range(3)} | {f"train/acc_{i}": 0.1 for i in range(3)}
-        print("\nDRAFTSMITH " + json.dumps({"step": step, "train/lr": 1e-3, "train/grad_norm": float("nan"), **scalars}), flush=True)
+        scalars |= {"train/lr": 1e-3, "train/grad_norm": float("nan")}
+        print("\nDRAFTSMITH " + json.dumps({"step": step, **scalars}), flush=True)
         ready = READY / f"iter_{step + 1:07d}"
         if ready.is_dir():
             shutil.copytree(ready, folder / ready.name)
