@@ -98,8 +98,8 @@ def train(
 
     if dry:
         return dry_run("train", config, overrides, target_config)
-    with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]) as loaded:
-        if loaded.capture.mode == "store":
+    with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics, run.torchspec]) as loaded:
+        if loaded.capture.mode == "store" or loaded.train.engine == "torchspec":
             return run_train(loaded)
         from draftsmith.hidden_state_capture.beside import capturing
 

@@ -33,7 +33,7 @@ def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: 
     """Check what can be checked without the target's weights, and print what the stage would do.
 
     Args:
-        stage: prepare, capture, train, eval or export.
+        stage: prepare, capture, train, eval or export; train of TorchSpec prints its YAML and its command.
         file: the config.
         overrides: section.key=value.
         target_config: the target's config.json or its folder; None: as the config names the target.
@@ -42,6 +42,8 @@ def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: 
         UserError: the config, the target's shape or the draft's shape would be refused.
     """
     config = load_config(file, overrides)
+    if stage == "train" and config.train.engine == "torchspec":
+        return _torchspec(config, target_config)
     check_paths(config, target=target_config is None, sources=False)
     target = target_shape(config.target, target_config)
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
@@ -58,6 +60,16 @@ def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: 
         **told(config, run, target, layer_ids, shape),
     }
     print(json.dumps(made, indent=2))
+
+
+def _torchspec(config: Config, target_config: Path | None) -> None:
+    """What TorchSpec would be given: its YAML, and the command."""
+    from draftsmith.train.dry_run import dry_run as say_what
+
+    if target_config is not None:
+        folder = target_config.parent if target_config.is_file() else target_config
+        config = config.model_copy(update={"target": config.target.model_copy(update={"path": str(folder)})})
+    say_what(config)
 
 
 def _engine(config: Config) -> dict[str, Any]:

@@ -60,6 +60,11 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def torchspec(self) -> Path:
+        """What TorchSpec is given and what it writes, where it is the engine."""
+        return self.root / "torchspec"
+
+    @property
     def export(self) -> Path:
         """What vLLM loads."""
         return self.root / "export"

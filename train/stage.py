@@ -23,6 +23,7 @@ from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.vocab import load_mapping
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train import torchspec
 from draftsmith.train.average import Average
 from draftsmith.train.feed import Feed, nothing_to_check, open_feed, open_store
 from draftsmith.train.loop import Trainer
@@ -46,6 +47,8 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
         UserError: capture has not been run, or the run was trained with other settings.
         StageFailed: gradients stayed non-finite, or the capture of a spool ended.
     """
+    if config.train.engine == "torchspec":
+        return torchspec.train(config)
     run = RunFolder.of(config)
     store = open_store(config)
     target = resolve_target(config.target)
