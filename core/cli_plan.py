@@ -13,7 +13,7 @@ from draftsmith.core.config_io import load_config
 from draftsmith.core.estimate import amount_of, stated
 from draftsmith.core.named import check_paths
 from draftsmith.core.plan import GB, make_plan, target_shape
-from draftsmith.core.plan_hours import Rates
+from draftsmith.core.plan_hours import Rates, captures_while_training
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 
@@ -65,7 +65,7 @@ def brief_lines(config: Config, made: dict[str, Any]) -> list[str]:
     """The plan in a few lines, without anything about the machine that it is made on."""
     draft, disk, hours, gpu = (made[key] for key in ("draft", "disk", "hours", "gpu"))
     states, used, count = disk["states"], sum(gpu["training"].values()), gpu["count"]
-    spool = config.capture.mode == "spool"
+    spool = captures_while_training(config)
     stages = ", ".join(f"{s} {hours[s]:,.1f}" for s in ("prepare", "capture", "train"))
     kept = f"all states would be {_size(states['bf16'])} in bf16, {_size(states['fp8'])} in fp8"
     return [
@@ -84,7 +84,7 @@ def _of_this_machine(what: str) -> bool:
 
 def _show(config: Config, made: dict[str, Any]) -> None:
     amount, target, disk, hours, gpu = (made[k] for k in ("amount", "target", "disk", "hours", "gpu"))
-    storage, spool = config.capture.storage, config.capture.mode == "spool"
+    storage, spool = config.capture.storage, captures_while_training(config)
     table = Table(title=f"plan of run {config.run.name}", title_justify="left", show_header=False)
     used = sum(gpu["training"].values())
     stages = [s for s in ("prepare", "capture", "train") if hours[f"{s}_tokens"]]

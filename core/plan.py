@@ -19,7 +19,7 @@ from draftsmith.core.errors import UserError
 from draftsmith.core.estimate import Amount
 from draftsmith.core.gpus import H200, Gpu, lookup, named, of_this_machine
 from draftsmith.core.plan_checks import setting_problems
-from draftsmith.core.plan_hours import Rates, hours, workload
+from draftsmith.core.plan_hours import Rates, captures_while_training, hours, training_gpus, workload
 from draftsmith.core.run import RunFolder
 from draftsmith.core.sizes import draft_parameters, target_bytes, target_parameters, training_memory
 from draftsmith.core.store import bytes_per_row
@@ -46,7 +46,7 @@ def make_plan(config: Config, amount: Amount, rates: Rates, target: Target | Non
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
     vocab = min(config.data.draft_vocab_size or target.vocab_size, target.vocab_size)
     shape = resolve_shape(config.draft, target, len(layer_ids), vocab)
-    gpu, of, count = _gpu_of(rates)
+    gpu, of, count = _gpu_of(config, rates)
     rates = replace(rates, gpus=count)
     plan = {
         "amount": vars(amount),
@@ -64,10 +64,10 @@ def make_plan(config: Config, amount: Amount, rates: Rates, target: Target | Non
     return {**plan, "problems": [{"what": what, "mend": mend} for what, mend in problems]}
 
 
-def _gpu_of(rates: Rates) -> tuple[Gpu, str, int]:
+def _gpu_of(config: Config, rates: Rates) -> tuple[Gpu, str, int]:
     """Which GPU the hours and the memory are for, why, and how many train."""
     found = of_this_machine()
-    count = rates.gpus or len(found) or 1
+    count = rates.gpus or training_gpus(config) or len(found) or 1
     if rates.gpu:
         gpu, of = named(rates.gpu), "as --gpu says"
     elif found:
@@ -154,8 +154,11 @@ def _disk(config: Config, amount: Amount, shape: DraftShape) -> dict[str, Any]:
     run = RunFolder.of(config)
     sizes = {storage: store_bytes(amount, shape, storage) for storage in ("bf16", "fp8")}
     states = sizes[config.capture.storage]
-    if config.capture.mode == "spool":
-        states = round(states * (1 - amount.train_share)) + (config.capture.spool_bytes or 0)
+    if captures_while_training(config):
+        states = round(states * (1 - amount.train_share))
+        states += (
+            (config.capture.spool_bytes or 0) if config.train.engine != "torchspec" else 0
+        )  # Mooncake's, in memory
     # float32 weights and two moments; while a checkpoint is written, the ones that are kept are still there.
     checkpoints = 12 * sum(draft_parameters(shape).values()) * (config.train.keep_checkpoints + 1)
     there = sum(f.stat().st_size for f in run.root.rglob("*.safetensors")) if run.root.is_dir() else 0

@@ -8,7 +8,7 @@ from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.estimate import Amount
 from draftsmith.core.gpus import Gpu
-from draftsmith.core.plan_hours import Rates, workload
+from draftsmith.core.plan_hours import Rates, captures_while_training, workload
 from draftsmith.core.store import bytes_per_row
 from draftsmith.core.target import Target, context_of
 
@@ -102,7 +102,7 @@ def _expert_block(hf: Any) -> int:
 def _spool(config: Config, amount: Amount, shape: DraftShape) -> Iterator[tuple[str, str]]:
     """A spool holds two shards at once, and a shard whole optimizer steps of every process."""
     capture = config.capture
-    if capture.mode != "spool" or capture.spool_bytes is None:
+    if capture.mode != "spool" or capture.spool_bytes is None or config.train.engine == "torchspec":
         return
     token, label = bytes_per_row(capture.storage, shape.num_aux, shape.hidden_size)
     work = workload(config, amount)
@@ -121,8 +121,9 @@ def _time(config: Config, rates: Rates, hours: dict[str, Any]) -> Iterator[tuple
         return
     days = hours["all"] / 24
     what = f"all of it takes {hours['all']:,.0f} hours ({days:,.0f} days), above --max-hours {rates.max_hours:,.0f}."
-    fixed = hours["all"] - hours["together"] + (0 if config.capture.mode == "spool" else hours["capture"])
-    each = max(hours["train"], hours["capture"] if config.capture.mode == "spool" else 0) / config.train.epochs
+    at_once = captures_while_training(config)
+    fixed = hours["all"] - hours["together"] + (0 if at_once else hours["capture"])
+    each = max(hours["train"], hours["capture"] if at_once else 0) / config.train.epochs
     epochs = int((rates.max_hours - fixed) / each) if each else 0
     if 0 < epochs < config.train.epochs:
         yield what, f"Set train.epochs to {epochs} or less (it is {config.train.epochs:,}), or use more GPUs."

@@ -52,24 +52,28 @@ class Rates:
 def hours(config: Config, amount: Amount, target: Target, shape: DraftShape, rates: Rates, gpu: Gpu) -> dict[str, Any]:
     """Hours, tokens and rates of `prepare`, `capture` and `train`; `together` of the last two, `all` of all."""
     assert rates.gpus is not None
+    at_once = captures_while_training(config)
     power = gpu.flops / H200.flops
     reply = rates.reply or reply_rate(config, amount, target, gpu)
     capture, train = rates.capture, rates.train
     if capture is None:
         active = target_parameters(target.hf_config)[1] / config.target.tensor_parallel / power
-        capture = int(config.capture.data_parallel) / (H200_CAPTURE_FIXED + H200_CAPTURE_PER_PARAMETER * active)
+        capture = engines(config) / (H200_CAPTURE_FIXED + H200_CAPTURE_PER_PARAMETER * active)
     if train is None:
         flops = H200_TRAINING_FLOPS[config.train.matmul] * power
         train = rates.gpus * flops / training_flops(shape, workload(config, amount))
     measured = f"measured on H200s{'' if gpu.name == 'H200' else f', and by the peak of {gpu.name}s: not measured'}"
+    trained_by = f"{measured} (benchmarks/training), scaled by the work"
+    if config.train.engine == "torchspec":
+        trained_by += "; TorchSpec's own rate was not measured"
     once, epochs = amount.tokens, config.train.epochs
     trained = amount.tokens * amount.train_share * epochs
-    if config.capture.mode == "spool":  # the held-out samples once, the others in every epoch
+    if at_once:  # the held-out samples once, the others in every epoch
         once = round(amount.tokens * (1 - amount.train_share) + trained)
     replies = amount.reply_tokens if config.data.replies == "regenerate" and not amount.prepared else 0
     took = {"prepare": replies / reply / 3600, "capture": once / capture / 3600, "train": trained / train / 3600}
     last = took["capture"], took["train"]
-    together = max(last) if config.capture.mode == "spool" else sum(last)
+    together = max(last) if at_once else sum(last)
     return {
         **took,
         "prepare_tokens": replies, "prepare_rate": reply,
@@ -77,9 +81,28 @@ def hours(config: Config, amount: Amount, target: Target, shape: DraftShape, rat
         "capture_tokens": once, "capture_rate": capture,
         "capture_rate_of": "as stated" if rates.capture else f"{measured}, scaled by the target",
         "train_tokens": round(trained), "train_rate": train,
-        "train_rate_of": "as stated" if rates.train else f"{measured} (benchmarks/training), scaled by the work",
+        "train_rate_of": "as stated" if rates.train else trained_by,
         "together": together, "all": took["prepare"] + together,
     }  # fmt: skip
+
+
+def captures_while_training(config: Config) -> bool:
+    """Whether states pass to training as they are made, every epoch anew."""
+    return config.capture.mode == "spool" or config.train.engine == "torchspec"
+
+
+def engines(config: Config) -> int:
+    """That prefill side by side."""
+    if config.train.engine == "torchspec":
+        return max(1, config.train.torchspec.inference_gpus // config.target.tensor_parallel)
+    return int(config.capture.data_parallel)
+
+
+def training_gpus(config: Config) -> int | None:
+    """That the config itself names."""
+    if config.train.engine != "torchspec":
+        return None
+    return int(config.train.torchspec.training_nodes * config.train.torchspec.training_gpus_per_node)
 
 
 def reply_rate(config: Config, amount: Amount, target: Target, gpu: Gpu) -> float:
