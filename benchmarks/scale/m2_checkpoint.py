@@ -5,6 +5,7 @@ where vLLM's router knows only softmax. Output rows shrink with the token's id, 
 replies repeat themselves and a draft has something to learn.
 """
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,3 +132,19 @@ def _tokenizer(vocab: int, ids: dict[str, int], template: str) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token="]~!b[", eos_token="[e~[", chat_template=template, model_max_length=10**6
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--template", type=Path)
+    args = parser.parse_args()
+    template = args.template.read_text(encoding="utf-8") if args.template else None
+    write_checkpoint(args.folder, args.layers, args.fp8, args.tiny, template)
+
+
+if __name__ == "__main__":
+    main()

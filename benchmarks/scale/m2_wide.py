@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from m2_checkpoint import write_checkpoint
 
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import dump_config, load_config
@@ -56,8 +55,8 @@ def settings(args: argparse.Namespace, target: Path) -> list[str]:
         "draft.fc_norm=true", "draft.norm_output=true",
         *(["draft.num_kv_heads=4", "draft.intermediate_size=768"] if tiny else
           ["draft.num_heads=48", "draft.num_kv_heads=48", "draft.head_dim=128", "draft.intermediate_size=9216"]),
-        f"train.ttt_steps={2 if tiny else 7}", f"train.tokens_per_batch={512 if tiny else 8192}", "train.epochs=2",
-        "train.log_interval=1", "train.learning_rate=5.0e-4",
+        f"train.ttt_steps={2 if tiny else 7}", f"train.tokens_per_batch={512 if tiny else 8192}", f"train.epochs={2 if tiny else 4}",
+        "train.log_interval=1", "train.learning_rate=5.0e-4", "eval.tolerance=0.1",
         "eval.k=[3]", f"eval.concurrency=[{4 if tiny else 16}]", f"eval.max_prompts={4 if tiny else 32}",
     ]  # fmt: skip
 
@@ -102,16 +101,17 @@ def compare(config: Config, file: Path) -> dict[str, Any]:
     peak = int(Path(f"{file}.peak").read_text())
     held = {k: v for k, v in plan["gpu"]["training"].items() if k != "CUDA"}  # of torch's own tensors
     draft = json.loads((run.export / "config.json").read_text())
-    pairs = {
+    pairs: dict[str, tuple[float, float]] = {
         "bytes of states": (plan["disk"]["states"][config.capture.storage], written),
         "bytes of a checkpoint": (plan["disk"]["checkpoints"] / (config.train.keep_checkpoints + 1), each),
         "bytes of the target": (_target_bytes(config), weights),
-        "bytes of training on the GPU": (sum(held.values()), peak),
-        "training tokens/s": (plan["hours"]["train_rate"], steady[len(steady) // 2] if steady else 0),
     }
+    if torch.cuda.is_available():
+        pairs["bytes of training on the GPU"] = sum(held.values()), peak
+        pairs["training tokens/s"] = plan["hours"]["train_rate"], steady[len(steady) // 2] if steady else 0
     return {
         "planned_and_measured": {
-            name: {"planned": p, "measured": m, "ratio": round(m / p, 3) if p else None}
+            name: {"planned": p, "measured": m, "ratio": round(m / p, 3)}
             for name, (p, m) in pairs.items()
         },
         "samples": plan["amount"]["samples"], "tokens": plan["amount"]["tokens"],
@@ -159,8 +159,16 @@ def main() -> None:
     args.folder = args.folder.absolute()
     fp8 = args.weights == "fp8" and not args.tiny
     began, target = time.monotonic(), args.folder / "target"
-    template = args.template.read_text(encoding="utf-8") if args.template else None
-    write_checkpoint(target, args.layers, fp8, args.tiny, template)
+    # In a process of its own, whose GPU memory is free again when the stages begin.
+    make = [
+        sys.executable,
+        str(Path(__file__).with_name("m2_checkpoint.py")),
+        str(target),
+        "--layers",
+        str(args.layers),
+    ]
+    make += (["--fp8"] if fp8 else []) + (["--tiny"] if args.tiny else [])
+    subprocess.run(make + (["--template", str(args.template)] if args.template else []), check=True)
     took = {"checkpoint": round(time.monotonic() - began, 1)}
     file = args.folder / "m2-wide.yaml"
     file.write_text("")

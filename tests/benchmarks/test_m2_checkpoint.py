@@ -1,6 +1,8 @@
 """The random MiniMax-M2 that benchmarks/scale runs: tensors as transformers writes them, float8 blocks, tokens."""
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,3 +65,17 @@ def test_the_vocabulary_is_whole_and_markers_stand_where_the_real_ones_do(maker,
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hé 🙂"}], add_generation_prompt=True)["input_ids"]
     assert ids[0] == 200034 and 200020 in ids
     assert "Hé 🙂" in tokenizer.decode(ids)
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_the_whole_pipeline_runs_in_one_command_at_a_tiny_shape(tmp_path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(SCALE / "m2_wide.py"), "--tiny", "--out", str(out), "--folder", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=900)
+    found = json.loads(out.read_text())
+    assert set(found["seconds"]) == {"checkpoint", "prepare", "capture", "train", "export", "eval", "all"}
+    for name, pair in found["planned_and_measured"].items():
+        assert pair["ratio"] == pytest.approx(1.0, abs=0.1), name
+    assert found["evaluation"]["export"] is True and found["evaluation"]["drafts"] > 0
+    assert found["loss"][1] < found["loss"][0] and found["probe"]["argmax_agreement"] >= 0.95
