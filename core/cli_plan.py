@@ -55,6 +55,7 @@ def plan(
     if as_json:
         print(json.dumps(made, indent=2))
     elif brief:
+        made["problems"] = [p for p in made["problems"] if not _of_this_machine(p["what"])]
         print("\n".join(brief_lines(loaded, made)))
     else:
         _show(loaded, made)
@@ -74,7 +75,7 @@ def brief_lines(config: Config, made: dict[str, Any]) -> list[str]:
         f"hours on {gpu['name']}s: {stages} ({'the last two at once' if spool else 'one after another'}), "
         f"{hours['all']:,.1f} in all",
         f"memory: {_size(used)} on {f'each of {count} GPUs that train' if count > 1 else 'the GPU that trains'}",
-        *(f"does not fit: {p['what']} {p['mend']}" for p in made["problems"] if not _of_this_machine(p["what"])),
+        *(f"does not fit: {p['what']} {p['mend']}" for p in made["problems"]),
     ]
 
 

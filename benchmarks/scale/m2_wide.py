@@ -55,7 +55,8 @@ def settings(args: argparse.Namespace, target: Path) -> list[str]:
         "draft.fc_norm=true", "draft.norm_output=true",
         *(["draft.num_kv_heads=4", "draft.intermediate_size=768"] if tiny else
           ["draft.num_heads=48", "draft.num_kv_heads=48", "draft.head_dim=128", "draft.intermediate_size=9216"]),
-        f"train.ttt_steps={2 if tiny else 7}", f"train.tokens_per_batch={512 if tiny else 8192}", f"train.epochs={2 if tiny else 4}",
+        f"train.ttt_steps={2 if tiny else 7}", f"train.tokens_per_batch={512 if tiny else 8192}",
+        f"train.epochs={2 if tiny else 4}",
         "train.log_interval=1", "train.learning_rate=5.0e-4", "eval.tolerance=0.1",
         "eval.k=[3]", f"eval.concurrency=[{4 if tiny else 16}]", f"eval.max_prompts={4 if tiny else 32}",
     ]  # fmt: skip

@@ -103,6 +103,18 @@ def test_replies_hours_are_smollms_as_measured_and_follow_the_target(make_config
     assert make_plan(kept, stated(kept, 10**6, 4000, 0.6), H200)["hours"]["prepare"] == 0
 
 
+def test_torchspecs_engines_and_gpus_are_the_configs(minimax, roomy):
+    theirs = {"inference_gpus": 24, "training_nodes": 2, "training_gpus_per_node": 8}
+    own = minimax(target={"tensor_parallel": 4}, capture={"mode": "spool", "spool_bytes": 10**11})
+    spec = minimax(target={"tensor_parallel": 4}, train={"engine": "torchspec", "torchspec": theirs, "epochs": 1})
+    one, six = (make_plan(c, stated(c, 10**8, 1000, 0.6), Rates(gpu="H200")) for c in (own, spec))
+    assert six["gpu"]["count"] == 16
+    assert six["hours"]["capture_rate"] == pytest.approx(6 * one["hours"]["capture_rate"])
+    assert six["hours"]["together"] == max(six["hours"]["capture"], six["hours"]["train"])
+    assert "TorchSpec's own rate was not measured" in six["hours"]["train_rate_of"]
+    assert six["disk"]["states_needed"] == one["disk"]["states_needed"] - 10**11  # the held-out samples' alone
+
+
 # Parameters, those that a token uses, and bytes of the weights, as their makers give them.
 PUBLISHED = {
     "minimax_m2_5": (229e9, 10e9, 230e9), "minimax_m2_7": (229e9, 10e9, 230e9), "qwen3_8b": (8.19e9, 7.57e9, 16.4e9),

@@ -75,7 +75,9 @@ def test_every_target_that_a_recipe_names_is_described():
 def test_the_head_says_what_the_plan_says(name):
     words, beneath = planned(name)
     assert words[words.index("-c") + 1] == f"configs/{name}.yaml" and words[-1] == "--brief"
-    assert run(*words).stdout.splitlines() == beneath
+    done = run(*words)
+    assert done.stdout.splitlines() == beneath
+    assert done.exit_code == int(any("does not fit" in line for line in beneath))
 
 
 @pytest.mark.parametrize("name", RECIPES)
