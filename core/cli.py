@@ -15,8 +15,10 @@ from typing import Annotated
 import typer
 from safetensors import SafetensorError
 
-from draftsmith.core.atomic import remove, write_text
-from draftsmith.core.cli_capture import ACTIONS, capture_share
+from draftsmith.core.atomic import write_text
+from draftsmith.core.capturable import check_capturable
+from draftsmith.core.cli_capture import capture_app, capture_share
+from draftsmith.core.cli_dry import DryRun, TargetConfigFile, dry_run
 from draftsmith.core.cli_eval import eval_app
 from draftsmith.core.cli_export import export_app
 from draftsmith.core.cli_group import STAGE
@@ -25,6 +27,8 @@ from draftsmith.core.cli_store import store_app
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
 from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.named import check_paths
+from draftsmith.core.replacing import recover, replacing
 from draftsmith.core.run import RunFolder
 
 app = typer.Typer(
@@ -37,6 +41,7 @@ data_app = typer.Typer(help="Look at the samples of a run.", no_args_is_help=Tru
 app.add_typer(data_app, name="data")
 app.add_typer(store_app, name="store")
 app.command()(plan)
+app.add_typer(capture_app, name="capture")
 app.add_typer(eval_app, name="eval")
 app.add_typer(export_app, name="export")
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
@@ -45,27 +50,34 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Delete this stage's output
 
 
 @app.command()
-def prepare(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
+) -> None:
     """Stage 1: conversations to samples; the target answers the prompts on vLLM."""
+    if dry:
+        return dry_run("prepare", config, overrides, target_config)
     with _run(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping, run.journal]) as loaded:
         _prepare(loaded)
 
 
-@app.command()
+@capture_app.command(STAGE, hidden=True)
 def capture(
     config: ConfigFile,
     overrides: Overrides = None,
     fresh: Fresh = False,
     shard: Annotated[str | None, typer.Option("--shard", help="i/n: only share i (from 0) of n, on this host.")] = None,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
 ) -> None:
-    """Stage 2: hidden states of the target; prepares what is missing.
-
-    `capture merge` makes one store of all shares, `capture serve-args` prints how to start a server that captures.
-    """
+    """Stage 2: hidden states of the target; prepares what is missing (also `capture merge`, `capture serve-args`)."""
     from draftsmith.hidden_state_capture.beside import capture_alone
 
-    if overrides and (action := ACTIONS.get(overrides[0])):
-        return action(load_config(config, overrides[1:]), fresh)
+    if dry:
+        return dry_run("capture", config, overrides, target_config)
     if shard:
         return capture_share(load_config(config, overrides), shard, fresh)
     with _run(config, overrides, fresh, lambda run: [run.hidden_states, run.spool], side="capture") as loaded:
@@ -74,12 +86,20 @@ def capture(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
+) -> None:
     """Stage 3: train the draft; goes on from the newest checkpoint."""
     from draftsmith.train.stage import train as run_train
 
-    with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics]) as loaded:
-        if loaded.capture.mode == "store":
+    if dry:
+        return dry_run("train", config, overrides, target_config)
+    with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics, run.torchspec]) as loaded:
+        if loaded.capture.mode == "store" or loaded.train.engine == "torchspec":
             return run_train(loaded)
         from draftsmith.hidden_state_capture.beside import capturing
 
@@ -88,13 +108,26 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False)
 
 
 @eval_app.command(STAGE, hidden=True)
-def evaluate(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", help="Evaluate this draft's folder instead of the run's; in eval-NAME/.")
+    ] = None,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
+) -> None:
     """Stage 4: replay offline, serve on vLLM, report; exports what it serves."""
     from draftsmith.eval.stage import evaluate as run_evaluate
+    from draftsmith.eval.subject import report_place
 
-    with _run(config, overrides, fresh, lambda run: [run.eval]) as loaded:
-        _export(loaded)
-        run_evaluate(loaded)
+    if dry:
+        return dry_run("eval", config, overrides, target_config)
+    with _run(config, overrides, fresh, lambda run: [(report_place(run, draft) if draft else run).eval]) as loaded:
+        if draft is None:
+            _export(loaded)
+        run_evaluate(loaded, draft)
 
 
 @data_app.command("show")
@@ -115,9 +148,9 @@ def data_show(
 def data_stats(
     config: ConfigFile,
     overrides: Overrides = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="PNG to write; else data_stats.png in the run.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="PNG to write a plot of them to; else none.")] = None,
 ) -> None:
-    """Print lengths, finish reasons, coverage and skipped rows by source, and write a plot of them."""
+    """Print lengths, finish reasons, coverage and skipped rows by source."""
     from draftsmith.data.show import stats
 
     stats(load_config(config, overrides), plot)
@@ -159,43 +192,27 @@ def schema(
 def _run(
     config: Path, overrides: list[str] | None, fresh: bool, outputs: Callable[[RunFolder], list[Path]], side: str = ""
 ) -> Iterator[Config]:
-    """The checked config of a stage, its run locked, and with `fresh` the stage's old output gone.
+    """The checked config of a stage, its run locked, and with `fresh` the stage's old output aside.
 
     `side` is the stage's name where it runs beside another one, as in spool mode with a capture of the user's.
     """
     from draftsmith.core.target import resolve_layer_ids, resolve_target
 
     loaded = load_config(config, overrides)
-    # Whatever the stage, a target that cannot be read or layers that it lacks are said before anything is done.
-    resolve_layer_ids(loaded.capture, resolve_target(loaded.target).num_layers)
+    check_paths(loaded)
+    # Whatever the stage, a target that cannot be read or captured, or layers that it lacks, are said before all else.
+    target = resolve_target(loaded.target)
+    resolve_layer_ids(loaded.capture, target.num_layers)
+    check_capturable(loaded.capture, target)
     run = RunFolder.of(loaded)
     beside = loaded.capture.mode == "spool" and loaded.capture.spool_capture == "own"
-    # Under torchrun the processes share the folder: one deletes.
-    old = outputs(run) if fresh and os.environ.get("RANK", "0") == "0" else []
-    with run.lock(side if beside else ""), _replacing(old):
-        yield loaded
-
-
-@contextmanager
-def _replacing(old: list[Path]) -> Iterator[None]:
-    """Old output goes, and comes back where the block refuses the user's input before it has made anything new.
-
-    States are deleted at once, for there may be no room for them twice; and what lies behind a link, so that it stays.
-    """
-    aside = [(path, path.with_name(f".old-{path.name}")) for path in old if path.exists()]
-    for path, kept in aside:
-        remove(kept)  # of a killed one
-        remove(path) if path.name == "hidden_states" or path.is_symlink() else path.rename(kept)
-    try:
-        yield
-    except UserError:
-        for path, kept in aside:
-            if kept.exists() and not path.exists():
-                kept.rename(path)
-        raise
-    finally:
-        for _, kept in aside:
-            remove(kept)
+    # Under torchrun the processes share the folder: one puts aside.
+    old = outputs(run) if os.environ.get("RANK", "0") == "0" else []
+    with run.lock(side if beside else ""):
+        for path in old:
+            recover(path)
+        with replacing(old if fresh else []):
+            yield loaded
 
 
 def _prepare(config: Config) -> None:

@@ -1,15 +1,46 @@
-"""`draftsmith capture --shard i/n`, `capture merge` and `capture serve-args`: capture on several hosts."""
+"""`draftsmith capture`, a stage that is a group too: `--shard i/n`, `capture merge`, `capture serve-args`."""
 
 import re
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from draftsmith.core.atomic import remove
+import typer
+
+from draftsmith.core.cli_group import StageGroup
 from draftsmith.core.config import Config
+from draftsmith.core.config_io import load_config
 from draftsmith.core.errors import UserError
 from draftsmith.core.progress import say
+from draftsmith.core.replacing import recover, replacing
 from draftsmith.core.run import RunFolder
 from draftsmith.core.store import part_name
+
+capture_app = typer.Typer(
+    cls=StageGroup,
+    no_args_is_help=False,
+    help="Stage 2: hidden states of the target; prepares what is missing. "
+    "Usage: capture --config FILE [section.key=value ...] [--fresh] [--shard i/n], or one of the commands below.",
+)
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")]
+
+
+@capture_app.command("merge")
+def merge_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the run's hidden_states/.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read every byte of the parts first.")] = False,
+) -> None:
+    """One store of all that `capture --shard i/n` made, in the run's folder, without copying states."""
+    merge(load_config(config, overrides), fresh, verify=not no_verify)
+
+
+@capture_app.command("serve-args")
+def serve_args_command(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the `vllm serve` command of a server that captures into the run's folder (capture.server)."""
+    serve_args(load_config(config, overrides))
 
 
 def capture_share(config: Config, shard: str, fresh: bool) -> None:
@@ -18,7 +49,7 @@ def capture_share(config: Config, shard: str, fresh: bool) -> None:
     Args:
         config: of the run, which is prepared.
         shard: i/n, i from 0.
-        fresh: delete the share's store first.
+        fresh: make the share's store anew.
     """
     from draftsmith.hidden_state_capture.stage import capture
 
@@ -28,12 +59,12 @@ def capture_share(config: Config, shard: str, fresh: bool) -> None:
     index, of = int(match[1]), int(match[2])
     part = RunFolder(RunFolder.of(config).root / part_name(index, of))
     with part.lock():
-        if fresh:
-            remove(part.root)
-        capture(config, (index, of))
+        recover(part.root)
+        with replacing([part.root] if fresh else []):
+            capture(config, (index, of))
 
 
-def merge(config: Config, fresh: bool) -> None:
+def merge(config: Config, fresh: bool, verify: bool = True) -> None:
     """One store of all shares."""
     from draftsmith.hidden_state_capture.merge import merge_stores
 
@@ -42,13 +73,13 @@ def merge(config: Config, fresh: bool) -> None:
     if not parts:
         raise UserError(f"{run.root} has no parts of a capture.", "Run `draftsmith capture --shard i/n` first.")
     with run.lock():
-        if fresh:
-            remove(run.hidden_states)
-        manifest = merge_stores(parts, run.hidden_states)
+        recover(run.hidden_states)
+        with replacing([run.hidden_states] if fresh else []):
+            manifest = merge_stores(parts, run.hidden_states, verify)
     say(f"hidden states: {sum(s['samples'] for s in manifest['shards'])} samples of {len(parts)} parts")
 
 
-def serve_args(config: Config, fresh: bool) -> None:
+def serve_args(config: Config) -> None:
     """Print the command of a server that captures into the run's folder."""
     from draftsmith.core.target import resolve_layer_ids, resolve_target
     from draftsmith.hidden_state_capture.driver import Job
@@ -64,6 +95,3 @@ def serve_args(config: Config, fresh: bool) -> None:
 def _place(part: Path) -> tuple[int, int]:
     index, of = re.findall(r"\d+", part.name)
     return int(of), int(index)
-
-
-ACTIONS = {"merge": merge, "serve-args": serve_args}

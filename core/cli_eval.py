@@ -15,7 +15,8 @@ eval_app = typer.Typer(
     cls=StageGroup,
     no_args_is_help=False,
     help="Stage 4: replay offline, serve on vLLM, report; exports what it serves. "
-    "Usage: eval --config FILE, then section.key=value and --fresh where wanted; or one of the commands below.",
+    "Usage: eval --config FILE, then section.key=value, --fresh and --draft FOLDER (another draft than the run's) "
+    "where wanted; or one of the commands below.",
 )
 
 

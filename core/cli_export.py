@@ -3,11 +3,14 @@
 Beside `core/cli.py` the one module of `core` that knows a stage, which it imports when it is asked for.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from draftsmith.core.cli_dry import DryRun, TargetConfigFile, dry_run
 from draftsmith.core.cli_group import STAGE, StageGroup
 from draftsmith.core.config import ExportConfig, TargetConfig
 from draftsmith.core.errors import UserError
@@ -17,6 +20,15 @@ export_app = typer.Typer(
     help="Stage 5: the draft as a server loads it, proven. Usage: export --config FILE [section.key=value ...] "
     "[--fresh] [--checkpoint last|best|step-N|PATH] [--push-to-hub OWNER/NAME [--force]], or the command below.",
 )
+# What a conversion calls the keys of the config that errors name.
+_OPTION_OF = {
+    "target.path": "--target",
+    "target.revision": "--target-revision",
+    "target.trust_remote_code": "--trust-remote-code",
+    "export.format": "--format",
+    "export.layer_id_convention": "--layer-id-convention",
+    "export.license": "--license",
+}
 Format = Annotated[str, typer.Option("--format", help="hf or speculators.")]
 Convention = Annotated[str, typer.Option("--layer-id-convention", help="vllm or sglang (its ids are one lower).")]
 
@@ -35,8 +47,12 @@ def run(
         str | None, typer.Option("--push-to-hub", help="Upload to this hub repository (owner/name).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Upload although it is not proven on a server.")] = False,
+    dry: DryRun = False,
+    target_config: TargetConfigFile = None,
 ) -> None:
     """Stage 5: the draft as a server loads it, proven (also `export convert`)."""
+    if dry:
+        return dry_run("export", config, overrides, target_config)
     from draftsmith.core.cli import _run
     from draftsmith.core.run import RunFolder
     from draftsmith.export.hub import push_to_hub
@@ -73,11 +89,31 @@ def convert(
     from draftsmith.core.target import resolve_target
     from draftsmith.export.convert import convert_draft
 
-    options = _options(format=format_, layer_id_convention=layer_id_convention, license=license_, verify="offline")
-    theirs = _options(layer_id_convention=source_convention).layer_id_convention if source_convention else None
-    named = TargetConfig(path=target, revision=revision, trust_remote_code=trust_remote_code) if target else None
-    resolved = resolve_target(named) if named else None
-    convert_draft(source, folder, options, resolved, theirs, draft_config, fresh)
+    with _as_options():
+        options = _options(format=format_, layer_id_convention=layer_id_convention, license=license_, verify="offline")
+        theirs = _convention(source_convention)
+        named = TargetConfig(path=target, revision=revision, trust_remote_code=trust_remote_code) if target else None
+        resolved = resolve_target(named) if named else None
+        convert_draft(source, folder, options, resolved, theirs, draft_config, fresh)
+
+
+@contextmanager
+def _as_options() -> Iterator[None]:
+    """Errors of what stages and conversions share name keys of the config; a conversion has options instead."""
+    try:
+        yield
+    except UserError as error:
+        what, mend = error.what, error.mend
+        for key, option in _OPTION_OF.items():
+            what, mend = (text.replace(f"{key}=true", option).replace(f"{key}=", f"{option} ").replace(key, option)
+                          for text in (what, mend))  # fmt: skip
+        raise UserError(what, mend) from None
+
+
+def _convention(named: str | None) -> Literal["vllm", "sglang"] | None:
+    if named not in (None, "vllm", "sglang"):
+        raise UserError(f"--source-convention: {named} is neither vllm nor sglang.", "See --help.")
+    return named  # type: ignore[return-value]  # mypy does not narrow by `in`
 
 
 def _options(**values: Any) -> ExportConfig:

@@ -11,42 +11,84 @@ from rich.table import Table
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.estimate import amount_of, stated
-from draftsmith.core.plan import GB, Rates, make_plan
+from draftsmith.core.named import check_paths
+from draftsmith.core.plan import GB, make_plan, target_shape
+from draftsmith.core.plan_hours import Rates, captures_while_training
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 
-Rate = Annotated[float | None, typer.Option(min=1, help="Tokens/s of all GPUs together; else from the benchmarks.")]
+Rate = Annotated[float | None, typer.Option(min=1, help="Tokens/s of all GPUs together; else as measured on H200s.")]
 
 
 def plan(
     config: Annotated[Path, typer.Option("--config", "-c", help="YAML config of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the config file.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="What the hours are for, e.g. H100; else this machine's, or an H200.")
+    ] = None,
+    reply_rate: Annotated[
+        float | None, typer.Option(min=1, help="Reply tokens/s of `prepare`; else estimated, which nothing measured.")
+    ] = None,
     capture_rate: Rate = None,
     train_rate: Rate = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train; else this machine's.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB of each; else this machine's.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB of each; else of --gpu.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of all samples, instead of counting them.")] = None,
     length: Annotated[float, typer.Option(min=1, help="With --tokens: mean tokens of a sample.")] = 1000.0,
     supervised: Annotated[float, typer.Option(min=0, max=1, help="With --tokens: share of reply tokens.")] = 0.6,
+    target_config: Annotated[
+        Path | None, typer.Option(help="The target's config.json, or its folder, where the target is not here.")
+    ] = None,
+    max_hours: Annotated[float, typer.Option(min=0, help="A run that takes longer does not fit.")] = 720.0,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Print the few lines that recipes carry in their head.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tokens, bytes, hours and memory of a run before anything runs; exit code 1 where something does not fit."""
     loaded = load_config(config, overrides)
+    check_paths(loaded, target=target_config is None, sources=tokens is None)
     amount = stated(loaded, tokens, length, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
-    rates = Rates(capture_rate, train_rate, gpus, None if gpu_memory is None else gpu_memory * GB)
-    made = make_plan(loaded, amount, rates)
+    gpu_bytes = None if gpu_memory is None else gpu_memory * GB
+    rates = Rates(capture_rate, train_rate, gpus, gpu_bytes, reply_rate, gpu, max_hours)
+    made = make_plan(loaded, amount, rates, target_shape(loaded.target, target_config))
     if as_json:
         print(json.dumps(made, indent=2))
+    elif brief:
+        made["problems"] = [p for p in made["problems"] if not _of_this_machine(p["what"])]
+        print("\n".join(brief_lines(loaded, made)))
     else:
         _show(loaded, made)
     raise typer.Exit(1 if made["problems"] else 0)
 
 
+def brief_lines(config: Config, made: dict[str, Any]) -> list[str]:
+    """The plan in a few lines, without anything about the machine that it is made on."""
+    draft, disk, hours, gpu = (made[key] for key in ("draft", "disk", "hours", "gpu"))
+    states, used, count = disk["states"], sum(gpu["training"].values()), gpu["count"]
+    spool = captures_while_training(config)
+    stages = ", ".join(f"{s} {hours[s]:,.1f}" for s in ("prepare", "capture", "train"))
+    kept = f"all states would be {_size(states['bf16'])} in bf16, {_size(states['fp8'])} in fp8"
+    return [
+        f"draft: {draft['parameters']:,} parameters on auxiliary layers {draft['layer_ids']}",
+        f"disk: {_size(disk['states_needed'] + disk['checkpoints'])}, checkpoints included ({kept})",
+        f"hours on {gpu['name']}s: {stages} ({'the last two at once' if spool else 'one after another'}), "
+        f"{hours['all']:,.1f} in all",
+        f"memory: {_size(used)} on {f'each of {count} GPUs that train' if count > 1 else 'the GPU that trains'}",
+        *(f"does not fit: {p['what']} {p['mend']}" for p in made["problems"]),
+    ]
+
+
+def _of_this_machine(what: str) -> bool:
+    return "are free" in what or "this machine has" in what
+
+
 def _show(config: Config, made: dict[str, Any]) -> None:
     amount, target, disk, hours, gpu = (made[k] for k in ("amount", "target", "disk", "hours", "gpu"))
-    storage, spool = config.capture.storage, config.capture.mode == "spool"
+    storage, spool = config.capture.storage, captures_while_training(config)
     table = Table(title=f"plan of run {config.run.name}", title_justify="left", show_header=False)
     used = sum(gpu["training"].values())
+    stages = [s for s in ("prepare", "capture", "train") if hours[f"{s}_tokens"]]
     rows = [
         ("samples", f"{amount['samples']:,}", amount["how"]),
         ("tokens", f"{amount['tokens']:,}", f"{amount['reply_tokens']:,} of them reply tokens"),
@@ -55,10 +97,12 @@ def _show(config: Config, made: dict[str, Any]) -> None:
         *((f"states in {kind}", _size(size), "as configured" if kind == storage else "")
           for kind, size in disk["states"].items()),
         ("disk", _size(disk["needed"]), f"to be written in {disk['folder']}, {_size(disk['free'])} free"),
+        ("GPU", gpu["name"], f"{gpu['count']} train; {gpu['of']}"),
         *((stage, f"{hours[stage]:,.2f} h", f"{hours[f'{stage}_tokens']:,} tokens at {hours[f'{stage}_rate']:,.0f} a "
-           f"second, {hours[f'{stage}_rate_of']}") for stage in ("capture", "train")),
-        ("together", f"{hours['together']:,.2f} h", "at once" if spool else "one after the other"),
-        ("GPU memory", _size(used), f"of {_size(gpu['bytes'])} ({gpu['of']}); {gpu['count']} train, each with:"),
+           f"second, {hours[f'{stage}_rate_of']}") for stage in stages),
+        ("capture, train", f"{hours['together']:,.2f} h", "at once" if spool else "one after the other"),
+        ("in all", f"{hours['all']:,.2f} h", f"on {gpu['name']}s; evaluation and export, minutes, beside it"),
+        ("GPU memory", _size(used), f"of {_size(gpu['bytes'])}; {gpu['count']} train, each with:"),
         *(("", _size(size), part) for part, size in gpu["training"].items()),
         ("host memory", _size(made["host"]["capture_bytes"]), f"while capturing, of {_size(made['host']['bytes'])}"),
     ]  # fmt: skip

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from draftsmith.core.config_io import load_config
 from draftsmith.core.errors import UserError
-from draftsmith.core.manifest import MANIFEST
+from draftsmith.core.manifest import MANIFEST, read_manifest
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
-from draftsmith.core.store import DAMAGED
+from draftsmith.core.store import DAMAGED, INPUTS
 
 store_app = typer.Typer(help="Look at, check, merge and mend hidden-state stores.", no_args_is_help=True)
 Folder = Annotated[Path | None, typer.Argument(help="A run, or its hidden_states/ (or a part of it).")]
@@ -63,12 +63,13 @@ def stats(
 def merge(
     parts: Annotated[list[Path], typer.Argument(help="Stores, or runs that have one.")],
     into: Annotated[Path, typer.Option("--into", help="Folder of the new store, e.g. runs/NAME/hidden_states.")],
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not read every byte of the parts first.")] = False,
 ) -> None:
     """Make one store of several, without copying states where the file system has hard links."""
     from draftsmith.hidden_state_capture.merge import merge_stores
 
     with RunFolder(into.parent).lock():
-        manifest = merge_stores([_place(part, None)[0] for part in parts], into)
+        manifest = merge_stores([_place(part, None)[0] for part in parts], into, verify=not no_verify)
     samples = sum(m["samples"] for m in manifest["merged_from"])
     say(f"hidden states: {samples} samples of {len(parts)} stores -> {into}")
     say(f"the parts can be deleted once `draftsmith store verify {into}` finds nothing")
@@ -100,8 +101,33 @@ def _place(folder: Path | None, config: Path | None) -> tuple[Path, Path | None]
     store = RunFolder.of(load_config(config)).hidden_states if config else Path(str(folder))
     if not (store / MANIFEST).is_file() and (store / "hidden_states").is_dir():
         store = store / "hidden_states"
+    _must_be_a_store(store)
     samples = RunFolder(store.parent).samples
     return store, samples if (samples / MANIFEST).is_file() else None
+
+
+def _must_be_a_store(folder: Path) -> None:
+    """Refuse a path that is something else, saying what.
+
+    Raises:
+        UserError: it is not there, is no folder, holds another stage's output, or a capture that is not finished.
+    """
+    example = "Give a run, or its hidden_states/, e.g. `draftsmith store stats runs/quickstart`."
+    if not folder.is_dir():
+        raise UserError(f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}.", example)
+    if manifest := read_manifest(folder):
+        if (stage := manifest.get("stage")) != "capture":
+            raise UserError(f"{folder} holds the output of `{stage}`, not hidden states.", example)
+        return
+    if (folder / INPUTS).is_file():
+        whole, aside = len(list(folder.glob("shard-*.json"))), (folder / DAMAGED).is_dir()
+        why = "it was repaired, and its damaged shards are set aside" if aside else "it was stopped, or is running"
+        raise UserError(
+            f"{folder} is a capture that is not finished ({why}): {whole} shards are whole, the others to go.",
+            "Run `draftsmith capture` with its config; there is nothing to repair before that.",
+        )
+    what = "an exported draft" if (folder / "config.json").is_file() else f"no hidden states (no {MANIFEST})"
+    raise UserError(f"{folder} holds {what}.", example)
 
 
 def _show_faults(store: Path, verdict: Any) -> None:

@@ -318,6 +318,11 @@ class CaptureConfig(Section):
     max_rejected_share: Share = Field(
         0.01, description="A larger share of samples with non-finite or all-zero states stops the stage."
     )
+    untried_targets: bool = Field(
+        False,
+        description="Also capture targets with an attention that capture was never run on (sparse latent attention, as "
+        "DeepSeek-V3.2's); the probe judges their states as all others'.",
+    )
     probe: ProbeConfig = ProbeConfig()
 
     @model_validator(mode="after")

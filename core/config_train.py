@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from draftsmith.core.config_torchspec import TorchSpecConfig
 from draftsmith.core.section import PositiveInt, Section
 
 LossName = Literal["soft_ce", "soft_ce_full", "kl", "lk_alpha", "lk_lambda"]
@@ -53,7 +54,11 @@ class DraftConfig(Section):
 class TrainConfig(Section):
     """Training-time test of the EAGLE3 head."""
 
-    engine: Literal["accelerate"] = Field("accelerate", description="accelerate: one process per GPU, or the CPU.")
+    engine: Literal["accelerate", "torchspec"] = Field(
+        "accelerate",
+        description="accelerate: one process per GPU, or the CPU; torchspec: TorchSpec prefills and trains at once, on "
+        "one host or many (docs/torchspec.md).",
+    )
     ttt_steps: PositiveInt = Field(7, description="Training-time-test steps J.")
     step_decay: float = Field(0.8, gt=0.0, le=1.0, description="Step j weighs step_decay^(j-1) in the loss.")
     loss: LossName = Field(
@@ -135,3 +140,4 @@ class TrainConfig(Section):
     trackers: list[Literal["wandb", "tensorboard", "trackio"]] = Field(
         default_factory=list, description="Accelerate trackers; metrics.jsonl is always written."
     )
+    torchspec: TorchSpecConfig = TorchSpecConfig()

@@ -27,6 +27,7 @@ class Amount:
         train_share: of the tokens.
         longest: tokens that no sample exceeds.
         how: where the figures are from, in words.
+        prepared: the samples are there already.
     """
 
     samples: int
@@ -35,6 +36,7 @@ class Amount:
     train_share: float
     longest: int
     how: str
+    prepared: bool = False
 
 
 def stated(config: Config, tokens: int, length: float, supervised: float) -> Amount:
@@ -55,9 +57,8 @@ def amount_of(config: Config, run: RunFolder) -> Amount:
         samples = counts["train"] + counts["eval"]
         share = counts["train"] / max(1, samples)
         longest = int(manifest["lengths"]["max"])
-        return Amount(
-            samples, manifest["tokens"], manifest["reply_tokens"], share, longest, f"counted in {run.samples}"
-        )
+        how = f"counted in {run.samples}"
+        return Amount(samples, manifest["tokens"], manifest["reply_tokens"], share, longest, how, prepared=True)
     parts = [_of_source(config, source) for source in config.data.sources]
     tokens, replies = (round(sum(p[i] for p in parts)) for i in (1, 2))
     how = f"estimated from every source's size and first {_READ} conversations, at {_CHARACTERS:g} characters a token"

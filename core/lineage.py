@@ -52,13 +52,21 @@ _NO_INPUT = {
 }
 
 
+# TorchSpec's, of which only the samples of a step decide anything.
+_TORCHSPEC_INPUTS = {"training_nodes", "training_gpus_per_node", "micro_batch_size", "backend", "overrides"}
+
+
 def train_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
     """Everything that decides the trained draft, the number of processes apart."""
+    train = config.train.model_dump(mode="json", exclude=_NO_INPUT)
+    theirs = train.pop("torchspec")
+    if config.train.engine == "torchspec":
+        train["torchspec"] = {key: theirs[key] for key in sorted(_TORCHSPEC_INPUTS)}
     return {
         "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
         "vocab_mapping_sha256": sha256_file(run.vocab_mapping),
         "draft": config.draft.model_dump(mode="json"),
-        "train": config.train.model_dump(mode="json", exclude=_NO_INPUT),
+        "train": train,
         "seed": config.run.seed,
     }
 

@@ -5,8 +5,7 @@ Torch-free and without weights: of a target on the hub only its config.json is f
 
 import json
 import shutil
-import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,77 +17,84 @@ from draftsmith.core.config import Config, TargetConfig
 from draftsmith.core.draft_shape import DraftShape, resolve_shape
 from draftsmith.core.errors import UserError
 from draftsmith.core.estimate import Amount
+from draftsmith.core.gpus import H200, Gpu, lookup, named, of_this_machine
+from draftsmith.core.plan_checks import setting_problems
+from draftsmith.core.plan_hours import Rates, captures_while_training, hours, training_gpus, workload
 from draftsmith.core.run import RunFolder
-from draftsmith.core.sizes import (
-    H200_CAPTURE_FIXED,
-    H200_CAPTURE_PER_PARAMETER,
-    H200_TRAINING_FLOPS,
-    Workload,
-    draft_parameters,
-    target_parameters,
-    training_flops,
-    training_memory,
-)
+from draftsmith.core.sizes import draft_parameters, target_bytes, target_parameters, training_memory
 from draftsmith.core.store import bytes_per_row
 from draftsmith.core.target import Target, resolve_layer_ids
 
-H200_BYTES = 141e9
 _CUDA_BYTES = 1.5e9  # the context, and what the allocator cannot use
 _USABLE = 0.9  # of a GPU's memory, for an engine's weights: its cache and activations need the rest
 GB = 1e9
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What the user states; None: from the benchmarks.
-
-    Attributes:
-        capture: tokens/s of all engines together.
-        train: tokens/s of all training processes together.
-        gpus: that train; None: those of this machine, or one.
-        gpu_bytes: memory of each; None: this machine's, or an H200's.
-    """
-
-    capture: float | None = None
-    train: float | None = None
-    gpus: int | None = None
-    gpu_bytes: float | None = None
-
-
-def make_plan(config: Config, amount: Amount, rates: Rates) -> dict[str, Any]:
+def make_plan(config: Config, amount: Amount, rates: Rates, target: Target | None = None) -> dict[str, Any]:
     """The plan, JSON-serialisable; `problems` [{what, mend}] is empty where all fits.
+
+    Args:
+        config: of the run.
+        amount: what there is to capture and to train on.
+        rates: what the user states.
+        target: its shape; None: by the config.json of `target.path`.
 
     Raises:
         UserError: the target's config cannot be read, or the draft's shape does not fit it.
     """
-    target = target_shape(config.target)
+    target = target or target_shape(config.target)
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
     vocab = min(config.data.draft_vocab_size or target.vocab_size, target.vocab_size)
     shape = resolve_shape(config.draft, target, len(layer_ids), vocab)
-    found = _gpus()
-    gpus = rates.gpus or len(found) or 1
-    gpu_bytes = rates.gpu_bytes or (found[0][1] if found else H200_BYTES)
-    where = "stated" if rates.gpu_bytes else found[0][0] if found else "an H200, assumed: there is no GPU here"
+    gpu, of, count = _gpu_of(config, rates)
+    rates = replace(rates, gpus=count)
     plan = {
         "amount": vars(amount),
         "target": _target(config, target),
         "draft": {"parameters": sum(draft_parameters(shape).values()), "layer_ids": layer_ids},
         "disk": _disk(config, amount, shape),
-        "hours": _hours(config, amount, target, shape, replace(rates, gpus=gpus)),
-        "gpu": {"bytes": gpu_bytes, "of": where, "count": gpus, "training": _gpu(config, amount, shape, gpus)},
+        "hours": hours(config, amount, target, shape, rates, gpu),
+        "gpu": {"name": gpu.name, "bytes": gpu.nbytes, "of": of, "count": count,
+                "training": _training(config, amount, shape, count)},
         "host": {"capture_bytes": _host(config), "bytes": psutil.virtual_memory().total},
-    }
-    return {**plan, "problems": _problems(config, amount, shape, plan)}
+    }  # fmt: skip
+    problems = _problems(config, amount, shape, plan) + setting_problems(
+        config, amount, target, shape, gpu, rates, plan
+    )
+    return {**plan, "problems": [{"what": what, "mend": mend} for what, mend in problems]}
 
 
-def target_shape(config: TargetConfig) -> Target:
+def _gpu_of(config: Config, rates: Rates) -> tuple[Gpu, str, int]:
+    """Which GPU the hours and the memory are for, why, and how many train."""
+    found = of_this_machine()
+    count = rates.gpus or training_gpus(config) or len(found) or 1
+    if rates.gpu:
+        gpu, of = named(rates.gpu), "as --gpu says"
+    elif found:
+        known = lookup(found[0][0])
+        gpu = replace(known or H200, nbytes=found[0][1])
+        of = found[0][0] if known else f"{found[0][0]}, whose speed is not known here: hours are for an H200"
+    else:
+        gpu, of = H200, "assumed: there is no GPU here; --gpu names another"
+    if rates.gpu_bytes:
+        gpu, of = replace(gpu, nbytes=rates.gpu_bytes), f"{of}; memory as stated"
+    return gpu, of, count
+
+
+def target_shape(config: TargetConfig, described: Path | None = None) -> Target:
     """The target by its config.json alone.
+
+    Args:
+        config: of the target.
+        described: a config.json, or its folder, to read instead of the target's own, which need not be there then.
 
     Raises:
         UserError: there is none, or it is not a causal language model's.
     """
     folder = Path(config.path).expanduser()
-    if config.path == embedded.NAME:
+    if described is not None:
+        folder = described.parent if described.is_file() else described
+    elif config.path == embedded.NAME:
         folder = embedded.embedded_checkpoint()
     elif not folder.is_dir():
         folder = _from_hub(config)
@@ -101,8 +107,16 @@ def target_shape(config: TargetConfig) -> Target:
             f"{folder}/config.json: not the config of a causal language model ({error!r}).",
             "Point target.path at a checkpoint folder.",
         ) from None
-    hf: Any = SimpleNamespace(**text)
+    hf: Any = SimpleNamespace(**_with_rope_parameters(text))
     return Target(config.path, folder, config.revision, layers, hidden, vocab, hf)
+
+
+def _with_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """As transformers 5 reads it: what version 4 called rope_scaling and rope_theta, under their new name."""
+    if config.get("rope_parameters") or not (old := config.get("rope_scaling")):
+        return config
+    rope = {"rope_type" if key == "type" else key: value for key, value in old.items()}
+    return {**config, "rope_parameters": {"rope_theta": config.get("rope_theta", 10000.0), **rope}}
 
 
 def _from_hub(config: TargetConfig) -> Path:
@@ -114,7 +128,8 @@ def _from_hub(config: TargetConfig) -> Path:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(
             f"target.path: `{config.path}` is no local folder and was not fetched from the hub: {reason}.",
-            "Check the name, target.revision, the network and your access; or give a folder with its config.json.",
+            "Check the name, target.revision, the network and your access; or say --target-config FOLDER, e.g. one of "
+            "configs/targets/, which hold the config.json of the recipes' targets.",
         ) from None
 
 
@@ -124,8 +139,8 @@ def _target(config: Config, target: Target) -> dict[str, Any]:
     files = sum(f.stat().st_size for f in target.local_path.glob("*.safetensors"))
     quantization = getattr(target.hf_config, "quantization_config", None) or {}
     method = config.target.engine_args.get("quantization") or quantization.get("quant_method")
-    each = 2 if method is None else 1
-    return {"path": target.path, "parameters": every, "active_parameters": active, "bytes": files or each * every}
+    nbytes = files or target_bytes(target.hf_config, method)
+    return {"path": target.path, "parameters": every, "active_parameters": active, "bytes": nbytes}
 
 
 def store_bytes(amount: Amount, shape: DraftShape, storage: str) -> int:
@@ -139,8 +154,11 @@ def _disk(config: Config, amount: Amount, shape: DraftShape) -> dict[str, Any]:
     run = RunFolder.of(config)
     sizes = {storage: store_bytes(amount, shape, storage) for storage in ("bf16", "fp8")}
     states = sizes[config.capture.storage]
-    if config.capture.mode == "spool":
-        states = round(states * (1 - amount.train_share)) + (config.capture.spool_bytes or 0)
+    if captures_while_training(config):
+        states = round(states * (1 - amount.train_share))
+        states += (
+            (config.capture.spool_bytes or 0) if config.train.engine != "torchspec" else 0
+        )  # Mooncake's, in memory
     # float32 weights and two moments; while a checkpoint is written, the ones that are kept are still there.
     checkpoints = 12 * sum(draft_parameters(shape).values()) * (config.train.keep_checkpoints + 1)
     there = sum(f.stat().st_size for f in run.root.rglob("*.safetensors")) if run.root.is_dir() else 0
@@ -151,44 +169,8 @@ def _disk(config: Config, amount: Amount, shape: DraftShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _hours(config: Config, amount: Amount, target: Target, shape: DraftShape, rates: Rates) -> dict[str, Any]:
-    assert rates.gpus is not None
-    capture, train = rates.capture, rates.train
-    if capture is None:
-        active = target_parameters(target.hf_config)[1] / config.target.tensor_parallel
-        capture = int(config.capture.data_parallel) / (H200_CAPTURE_FIXED + H200_CAPTURE_PER_PARAMETER * active)
-    if train is None:
-        train = rates.gpus * H200_TRAINING_FLOPS[config.train.matmul] / training_flops(shape, _workload(config, amount))
-    train_from = "measured on H200s (benchmarks/training), scaled by the work"
-    once, epochs = amount.tokens, config.train.epochs
-    trained = amount.tokens * amount.train_share * epochs
-    if config.capture.mode == "spool":  # the held-out samples once, the others in every epoch
-        once = round(amount.tokens * (1 - amount.train_share) + trained)
-    hours = once / capture / 3600, trained / train / 3600
-    return {
-        "capture": hours[0], "capture_tokens": once, "capture_rate": capture,
-        "capture_rate_of": "stated" if rates.capture else "measured on H200s, scaled by the target",
-        "train": hours[1], "train_tokens": round(trained), "train_rate": train,
-        "train_rate_of": "stated" if rates.train else train_from,
-        "together": max(hours) if config.capture.mode == "spool" else sum(hours),
-    }  # fmt: skip
-
-
-def _workload(config: Config, amount: Amount) -> Workload:
-    train, mean = config.train, amount.tokens / max(1, amount.samples)
-    return Workload(
-        tokens=max(train.tokens_per_batch, amount.longest),  # a longer sample makes a batch of its own
-        supervised=amount.reply_tokens / max(1, amount.tokens),
-        length=mean,
-        steps=train.ttt_steps,
-        full_vocabulary=train.loss not in ("soft_ce",),
-        logits_bytes=train.logits_bytes,
-        matmul=train.matmul,
-    )
-
-
-def _gpu(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> dict[str, float]:
-    parts = {**training_memory(shape, _workload(config, amount)), "CUDA": _CUDA_BYTES}
+def _training(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> dict[str, float]:
+    parts = {**training_memory(shape, workload(config, amount)), "CUDA": _CUDA_BYTES}
     sizes = draft_parameters(shape)
     if config.train.optimizer == "muon":  # one moment instead of two, of the matrices
         parts["weights and optimizer"] -= 4.0 * (sizes["fc"] + sizes["attention"] + sizes["mlp"])
@@ -204,17 +186,7 @@ def _host(config: Config) -> int:
     return int(capture.data_parallel) * (capture.pending_bytes + capture.shard_bytes)
 
 
-def _gpus() -> list[tuple[str, float]]:
-    """Name and bytes of every GPU of this machine."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-        return [(name.strip(), float(mib) * 1024**2) for name, mib in (line.rsplit(",", 1) for line in lines)]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-
-
-def _problems(config: Config, amount: Amount, shape: DraftShape, plan: dict[str, Any]) -> list[dict[str, str]]:
+def _problems(config: Config, amount: Amount, shape: DraftShape, plan: dict[str, Any]) -> list[tuple[str, str]]:
     """What does not fit, each with its mend."""
     found = [
         _disk_problem(config, plan["disk"]),
@@ -222,7 +194,7 @@ def _problems(config: Config, amount: Amount, shape: DraftShape, plan: dict[str,
         _engine_problem(config, plan),
         _host_problem(plan["host"]),
     ]
-    return [{"what": what, "mend": mend} for what, mend in filter(None, found)]
+    return [problem for problem in found if problem]
 
 
 def _disk_problem(config: Config, disk: dict[str, Any]) -> tuple[str, str] | None:
@@ -245,7 +217,7 @@ def _training_problem(config: Config, amount: Amount, shape: DraftShape, gpu: di
     needed = sum(gpu["training"].values())
     if needed <= gpu["bytes"]:
         return None
-    work = _workload(config, amount)
+    work = workload(config, amount)
     room = f"a GPU has {gpu['bytes'] / GB:,.1f} GB"
     what = f"a training step of {work.tokens:,} tokens takes {needed / GB:,.1f} GB, and {room}."
     fixed = needed - gpu["training"]["activations"]

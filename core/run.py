@@ -19,9 +19,10 @@ COMPLETE = "COMPLETE"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of `runs/NAME/`; nothing is created by asking for one."""
+    """Paths of `runs/NAME/`; nothing is created by asking for one. `report` is the name of the report's folder."""
 
     root: Path
+    report: str = "eval"
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
@@ -59,6 +60,11 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def torchspec(self) -> Path:
+        """What TorchSpec is given and what it writes, where it is the engine."""
+        return self.root / "torchspec"
+
+    @property
     def export(self) -> Path:
         """What vLLM loads."""
         return self.root / "export"
@@ -66,7 +72,7 @@ class RunFolder:
     @property
     def eval(self) -> Path:
         """The report."""
-        return self.root / "eval"
+        return self.root / self.report
 
     @property
     def metrics(self) -> Path:

@@ -20,6 +20,10 @@ _FLOAT8_MEMORY = 1.12
 # 431,000 tokens/s of SmolLM2-135M on one GPU and 34,800 of MiniMax-M2.5's shape (fp8, 10.4e9 active) on two.
 H200_CAPTURE_FIXED, H200_CAPTURE_PER_PARAMETER = 1.62e-6, 5.23e-15
 
+# Replies, of which nothing larger than SmolLM2-135M was measured: a token takes the host 30 us (31,800 and 33,100
+# tokens/s, benchmarks/data), and each step reads weights and cache at the share of the bandwidth that kernels reach.
+REPLY_FIXED, REPLY_BANDWIDTH, REPLY_SEQUENCES = 3.0e-5, 0.6, 256
+
 
 def draft_parameters(shape: DraftShape) -> dict[str, int]:
     """Parameters of a draft by part."""
@@ -105,24 +109,77 @@ def training_memory(shape: DraftShape, work: Workload) -> dict[str, float]:
 def target_parameters(hf: Any) -> tuple[int, int]:
     """Parameters of a decoder by its Hugging Face config: all of them, and those that one token uses.
 
-    An estimate within a few per cent for dense and mixture-of-experts decoders.
+    An estimate within a few per cent for dense and mixture-of-experts decoders; grouped, latent or linear attention.
     """
-    hidden, layers, vocab = hf.hidden_size, hf.num_hidden_layers, hf.vocab_size
-    heads = getattr(hf, "num_attention_heads", None) or 1
-    groups = getattr(hf, "num_key_value_heads", None) or heads
-    head_dim = getattr(hf, "head_dim", None) or hidden // heads
-    attention = hidden * head_dim * (2 * heads + 2 * groups)
-    experts = _first(hf, "num_local_experts", "n_routed_experts", "num_experts")
+    hidden, layers = hf.hidden_size, hf.num_hidden_layers
     inner = _first(hf, "intermediate_size") or 4 * hidden
-    per_expert = 3 * hidden * (_first(hf, "moe_intermediate_size") or inner)
-    used = (_first(hf, "num_experts_per_tok", "moe_top_k") or 1) * per_expert if experts else per_expert
-    shared = (_first(hf, "n_shared_experts") or 0) * per_expert if experts else 0
-    dense = (_first(hf, "first_k_dense_replace") or 0) if experts else layers
-    moe = layers - dense
-    every = layers * attention + dense * 3 * hidden * inner + moe * (experts * per_expert + shared)
-    active = layers * attention + dense * 3 * hidden * inner + moe * (used + shared)
-    head = vocab * hidden
-    return every + head * (1 if getattr(hf, "tie_word_embeddings", False) else 2), active + head
+    experts, moe, per_expert = _experts(hf)
+    used = (_first(hf, "num_experts_per_tok", "moe_top_k") or 1) * per_expert if experts else 0
+    shared = _first(hf, "n_shared_experts") * per_expert
+    shared += 3 * hidden * _first(hf, "shared_expert_intermediate_size")
+    common = _attention(hf) + (layers - moe) * 3 * hidden * inner + moe * shared
+    head = hf.vocab_size * hidden
+    return common + moe * experts * per_expert + _heads_parameters(hf), common + moe * used + head
+
+
+def target_bytes(hf: Any, method: str | None) -> int:
+    """Bytes of the weights under a quantization method; None: two a parameter."""
+    every, (experts, moe, per_expert) = target_parameters(hf)[0], _experts(hf)
+    if method == "mxfp4":  # the experts alone: four bits, and eight more for every 32 of them
+        return round(2 * every - (2 - 4.25 / 8) * moe * experts * per_expert)
+    # Embedding and lm_head stay in bfloat16.
+    return every + _heads_parameters(hf) if method else 2 * every
+
+
+def cache_bytes(hf: Any) -> int:
+    """Bytes of a token in the target's key/value cache, in bfloat16; linear attention keeps none."""
+    if rank := _first(hf, "kv_lora_rank"):
+        return 2 * int(hf.num_hidden_layers) * (rank + _first(hf, "qk_rope_head_dim"))
+    _, groups, head_dim = _heads(hf)
+    return 2 * 2 * _full_layers(hf) * groups * head_dim
+
+
+def _heads_parameters(hf: Any) -> int:
+    """Of embedding and lm_head, which may be one."""
+    return int(hf.vocab_size * hf.hidden_size * (1 if getattr(hf, "tie_word_embeddings", False) else 2))
+
+
+def _experts(hf: Any) -> tuple[int, int, int]:
+    """Routed experts of a layer, layers that have them, parameters of one."""
+    count = _first(hf, "num_local_experts", "n_routed_experts", "num_experts")
+    inner = _first(hf, "moe_intermediate_size", "intermediate_size") or 4 * hf.hidden_size
+    layers = hf.num_hidden_layers - _first(hf, "first_k_dense_replace") if count else 0
+    return count, layers, 3 * hf.hidden_size * inner
+
+
+def _attention(hf: Any) -> int:
+    """Of all layers."""
+    hidden, layers, (heads, groups, head_dim) = hf.hidden_size, hf.num_hidden_layers, _heads(hf)
+    if rank := _first(hf, "kv_lora_rank"):
+        nope, rope, value = (_first(hf, f"{key}_head_dim") for key in ("qk_nope", "qk_rope", "v"))
+        queries = _first(hf, "q_lora_rank")
+        asked = queries * (hidden + heads * (nope + rope)) if queries else hidden * heads * (nope + rope)
+        return int(layers * (asked + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden))
+    full = _full_layers(hf)
+    gate = heads if full < layers else 0  # Qwen3-Next and 3.5 gate attention's output
+    keys, values = (_first(hf, f"linear_num_{k}_heads") * _first(hf, f"linear_{k}_head_dim") for k in ("key", "value"))
+    linear = hidden * (2 * keys + 3 * values)
+    return int(full * hidden * head_dim * (2 * heads + 2 * groups + gate) + (layers - full) * linear)
+
+
+def _heads(hf: Any) -> tuple[int, int, int]:
+    """Attention heads, key/value heads, width of one."""
+    heads = _first(hf, "num_attention_heads") or 1
+    return heads, _first(hf, "num_key_value_heads") or heads, _first(hf, "head_dim") or hf.hidden_size // heads
+
+
+def _full_layers(hf: Any) -> int:
+    """Layers with softmax attention; the others have linear attention."""
+    kinds = getattr(hf, "layer_types", None) or []
+    if kinds:
+        return sum(kind != "linear_attention" for kind in kinds)
+    every = _first(hf, "full_attention_interval")
+    return hf.num_hidden_layers // every if every else int(hf.num_hidden_layers)
 
 
 def _first(hf: Any, *keys: str) -> int:

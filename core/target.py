@@ -161,27 +161,51 @@ def resolve_layer_ids(config: CaptureConfig, num_layers: int) -> list[int]:
     return list(ids)
 
 
+def context_of(hf_config: Any) -> int | None:
+    """Positions that vLLM serves a target with at most; None where its config does not tell."""
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    scaling = getattr(hf_config, "rope_scaling", None) or getattr(hf_config, "rope_parameters", None) or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(positions, int):
+        return None
+    if kind in ("default", "llama3", "mrope"):  # of these the config names what the scaling reaches
+        return positions
+    before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    return int(before * factor) if kind == "yarn" and before and factor else None
+
+
 def weight_bytes(target: Target) -> int:
     """Size of the target's weight files."""
     return sum(f.stat().st_size for f in target.local_path.glob("*.safetensors"))
 
 
-def _locate(config: TargetConfig) -> tuple[Path, str | None]:
-    if config.path == embedded.NAME:
-        return embedded.embedded_checkpoint(), None
+def check_named(config: TargetConfig) -> None:
+    """Whether `target.path` can be a target, without fetching it.
+
+    Raises:
+        UserError: it is neither a checkpoint folder, nor a hub id, nor the embedded target.
+    """
     folder = Path(config.path).expanduser()
+    if config.path == embedded.NAME:
+        return
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"target.path: {folder} has no config.json.", "Point it at a Hugging Face checkpoint folder."
             )
-        return folder.resolve(), None
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path):
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path):
         raise UserError(
             f"target.path: `{config.path}` is neither a folder nor a hub id (owner/name).",
             f"Check the path, or use the embedded `{embedded.NAME}`.",
         )
-    return _download(config)
+
+
+def _locate(config: TargetConfig) -> tuple[Path, str | None]:
+    check_named(config)
+    if config.path == embedded.NAME:
+        return embedded.embedded_checkpoint(), None
+    folder = Path(config.path).expanduser()
+    return (folder.resolve(), None) if folder.is_dir() else _download(config)
 
 
 def _download(config: TargetConfig) -> tuple[Path, str | None]:

@@ -135,6 +135,38 @@ def load_target_weights(target: Target) -> TargetWeights:
     return TargetWeights(embed[: target.vocab_size], norm, head[: target.vocab_size], eps)
 
 
+def weight_names(target: Target) -> tuple[str, str, str]:
+    """What embedding, final norm and lm_head are called in the target's files; a tied head by the embedding's name.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    try:
+        names = _tensor_files(target.local_path)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UserError(
+            f"{target.local_path}: {error}.", "The folder must hold the target's safetensors files, whole."
+        ) from None
+    embed, norm, head = (
+        _named(target, names, endings, what)
+        for endings, what in ((_EMBED, "token embedding"), (_NORM, "final norm"), (_HEAD, ""))
+    )
+    if not head and not getattr(target.hf_config, "tie_word_embeddings", False):
+        _named(target, names, _HEAD, "lm_head")
+    return embed, norm, head or embed
+
+
+def _named(target: Target, names: dict[str, Path], endings: tuple[str, ...], what: str) -> str:
+    """A tensor's name; where it is missing, empty, or an error if `what` says what it is."""
+    name = _find(names, endings)
+    if name is None and what:
+        raise UserError(
+            f"{target.local_path}: no tensor for the {what} (looked for names ending in {', '.join(endings)}).",
+            "The folder must hold the target's safetensors files, whole.",
+        )
+    return name or ""
+
+
 def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -155,12 +187,7 @@ def _find(names: dict[str, Path], endings: tuple[str, ...]) -> str | None:
 
 
 def _load(target: Target, names: dict[str, Path], endings: tuple[str, ...], what: str) -> Tensor:
-    name = _find(names, endings)
-    if name is None:
-        raise UserError(
-            f"{target.local_path}: no tensor for the {what} (looked for names ending in {', '.join(endings)}).",
-            "The folder must hold the target's safetensors files, whole.",
-        )
+    name = _named(target, names, endings, what)
     with safe_open(names[name], "pt") as file:
         tensor: Tensor = file.get_tensor(name)
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):

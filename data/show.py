@@ -45,11 +45,11 @@ def show(config: Config, row: str | None, ids: bool, count: int) -> None:
 
 
 def stats(config: Config, plot: Path | None) -> None:
-    """Print the figures of every source and write a plot of them.
+    """Print the figures of every source, and where it is asked for write a plot of them.
 
     Args:
         config: the run's config.
-        plot: PNG file; None: `data_stats.png` in the run.
+        plot: PNG file; None: none is written.
 
     Raises:
         UserError: there are no samples.
@@ -65,10 +65,10 @@ def stats(config: Config, plot: Path | None) -> None:
         _add_row(table, "all", {**figures, "samples": sum(figures["counts"].values())})
     console.print(table)
     say("lengths and replies: median / 95th percentile / longest, in tokens; coverage: by the draft vocabulary")
-    file = plot or run.root / "data_stats.png"
-    picture = plot_samples(run.samples, figures)
-    write_atomic(file, lambda tmp: tmp.write_bytes(picture))
-    say(f"plot: {file}")
+    if plot:
+        picture = plot_samples(run.samples, figures)
+        write_atomic(plot, lambda tmp: tmp.write_bytes(picture))
+        say(f"plot: {plot}")
 
 
 def _add_row(table: Table, name: str, figures: dict[str, Any]) -> None:

@@ -6,17 +6,14 @@ is of B, C, ... to the first draft; its interval is of resampled conversations, 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.table import Table as RichTable
-from torch import Tensor
 
 from draftsmith.core.atomic import sha256_file, write_json, write_text
-from draftsmith.core.batch import Batch
 from draftsmith.core.config import Config
 from draftsmith.core.draft_folder import DraftFolder, read_draft_folder
 from draftsmith.core.engine import require_vllm
@@ -26,7 +23,8 @@ from draftsmith.core.progress import console, say
 from draftsmith.core.replay import Table, bootstrap_lengths, conversation_of, interval, table_figures
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import Target, resolve_target
-from draftsmith.eval.offline import HeldOut, Replay, release_memory, replay
+from draftsmith.eval.columns import captured_for, check_fits
+from draftsmith.eval.offline import Replay, release_memory, replay
 from draftsmith.eval.prompts import PromptSets
 from draftsmith.eval.rows import served_row
 from draftsmith.eval.sweep import Measured, Variant, serve
@@ -40,23 +38,6 @@ class Contender:
     name: str
     folder: Path
     draft: DraftFolder
-
-
-class ColumnsOf(HeldOut):
-    """The held-out samples with only some of the captured layers, in a draft's order."""
-
-    def __init__(self, store: HiddenStateStore, tokens_per_batch: int, columns: Sequence[int]) -> None:
-        """Plan the batches; `columns` are those of the store's layer ids."""
-        super().__init__(store, tokens_per_batch)
-        self._columns = list(columns)
-
-    def _read(self, batch: list[int]) -> Batch:
-        whole = super()._read(batch)
-        if self._columns == list(range(whole.aux_TAH.shape[1])):
-            return whole
-        decoded = whole.to(torch.device("cpu"))
-        aux: Tensor = decoded.aux_TAH[:, self._columns]
-        return replace(decoded, aux_TAH=aux)
 
 
 def compare(config: Config, folders: Sequence[Path], served: bool, out: Path | None) -> None:
@@ -109,13 +90,7 @@ def _read(folders: Sequence[Path], target: Target) -> list[Contender]:
     found: list[Contender] = []
     for folder in folders:
         draft = read_draft_folder(folder, target)
-        shape = draft.shape
-        if (shape.hidden_size, shape.vocab_size) != (target.hidden_size, target.vocab_size):
-            raise UserError(
-                f"{folder} drafts for a target of width {shape.hidden_size} and {shape.vocab_size} tokens; "
-                f"{target.path} has {target.hidden_size} and {target.vocab_size}.",
-                "Compare drafts of one target.",
-            )
+        check_fits(folder, draft, target)
         name, taken = folder.resolve().name, {c.name for c in found}
         if name in taken or name == "export":
             name = "/".join(folder.resolve().parts[-2:])
@@ -124,12 +99,9 @@ def _read(folders: Sequence[Path], target: Target) -> list[Contender]:
 
 
 def _replayed(config: Config, target: Target, store: HiddenStateStore, contender: Contender) -> Replay | None:
-    captured: list[int] = store.manifest["layer_ids"]
-    wanted = contender.draft.layer_ids
-    if missing := [i for i in wanted if i not in captured]:
-        say(f"{contender.name} reads layers {missing}, which were not captured ({captured}): it is not replayed")
+    batches = captured_for(config, store, contender.name, contender.draft)
+    if batches is None:
         return None
-    batches = ColumnsOf(store, config.train.tokens_per_batch, [captured.index(i) for i in wanted])
     say(f"{contender.name}:")
     return replay(config, target, contender.draft, store.manifest["last_state"]["norm_form"], batches)
 

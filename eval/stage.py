@@ -1,20 +1,18 @@
 """`eval`: replay, serving with and without the draft, and the report."""
 
+from pathlib import Path
 from typing import Any
 
 from draftsmith.core.atomic import sha256_file
-from draftsmith.core.checkpoint import chosen_checkpoint, read_checkpoint
 from draftsmith.core.config import Config
-from draftsmith.core.draft_folder import read_draft_folder, refuse_sglang_ids
+from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.engine import engine_dtype, require_vllm
-from draftsmith.core.errors import UserError
 from draftsmith.core.lineage import check_upstream
 from draftsmith.core.manifest import (
     check_inputs,
     manifest_hash,
     package_versions,
     read_manifest,
-    require_manifest,
     write_manifest,
 )
 from draftsmith.core.progress import say
@@ -22,35 +20,36 @@ from draftsmith.core.revisions import content, recorded_revisions
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import iter_samples
 from draftsmith.core.target import Target, resolve_target
+from draftsmith.eval.columns import captured_for, check_fits
 from draftsmith.eval.diagnose import diagnose, longest_sample
-from draftsmith.eval.offline import HeldOut, Replay, objective_figures, release_memory, replay
+from draftsmith.eval.offline import Replay, objective_figures, release_memory, replay
 from draftsmith.eval.prompts import PromptSets, write_prompts
 from draftsmith.eval.replay_rows import replay_rows, source_rows
 from draftsmith.eval.report import write_report
 from draftsmith.eval.rows import agreement_rows, served_row
+from draftsmith.eval.subject import Subject, other_draft, own_draft, report_place
 from draftsmith.eval.sweep import Measured, Variant, serve, serve_on_server
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 PROMPTS = "served_prompts.parquet"
 
 
-def evaluate(config: Config) -> None:
+def evaluate(config: Config, draft: Path | None = None) -> None:
     """Replay and serve the exported draft, and write `eval/report.{json,md,html}`.
+
+    Args:
+        config: of the run.
+        draft: folder of another EAGLE3 draft for the run's target, e.g. one of a sibling of it; it is replayed where
+            its layers were captured, and the report goes to `eval-NAME/`.
 
     Raises:
         UserError: an earlier stage has not been run, or there is nothing to evaluate on.
         StageFailed: an engine died.
     """
     run = RunFolder.of(config)
-    exported = require_manifest(run.export, "export", "eval")
-    checkpoint = read_checkpoint(chosen_checkpoint(run, config.export.checkpoint, "eval"))
-    if checkpoint.folder.name != exported["checkpoint"]:
-        raise UserError(
-            f"{run.export} holds {exported['checkpoint']}, and export.checkpoint is {checkpoint.folder.name} by now.",
-            "Export again with --fresh.",
-        )
-    refuse_sglang_ids(run.export)
-    inputs = eval_inputs(config, run)
+    subject = other_draft(draft) if draft else own_draft(config, run)
+    run = report_place(run, draft) if draft else run
+    inputs = eval_inputs(config, run, subject)
     if manifest := read_manifest(run.eval):
         check_inputs(run.eval, manifest, inputs)
         say(f"report: {run.eval}/report.html (already there)")
@@ -58,33 +57,38 @@ def evaluate(config: Config) -> None:
     target = resolve_target(config.target)
     store = HiddenStateStore(run.hidden_states, "eval")
     check_upstream(config, run, target, store.manifest)
+    read = read_draft_folder(subject.folder, target)
+    check_fits(subject.folder, read, target)
     sets = PromptSets(config, target)
     if not config.eval.server:
         require_vllm("eval")
     run.open(config)
-    batches = HeldOut(store, config.train.tokens_per_batch)
+    batches = captured_for(config, store, subject.folder.name, read)
     report: dict[str, Any] = {"replay": [], "replay_by_source": [], "agreement": [], "objective": None}
     replayed: Replay | None = None
-    if len(batches):
+    if batches is not None and len(batches):
         norm_form = store.manifest["last_state"]["norm_form"]
-        replayed = replay(config, target, read_draft_folder(run.export, target), norm_form, batches)
+        replayed = replay(config, target, read, norm_form, batches)
         sources = {s.sample_id: s.source for s in iter_samples(run.samples, "eval")}
         report["replay"] = replay_rows(config, replayed)
         report["replay_by_source"] = source_rows(config, replayed, sources)
-        report["objective"] = objective_figures(target, checkpoint, batches, config.train.logits_bytes)
+        if subject.checkpoint:
+            logits_bytes = config.train.logits_bytes
+            report["objective"] = objective_figures(target, subject.checkpoint, batches, logits_bytes)
         release_memory()
-    measured, servers = _served(config, target, run, sets)
+    measured, servers = _served(config, target, subject.folder, sets)
     report["served"] = [served_row(config, m) for m in measured]
     if replayed:
         report["agreement"] = agreement_rows(config, replayed, measured)
     write_prompts(run.eval / PROMPTS, sets.sets)
     report["diagnosis"] = None
-    if short := [r for r in report["agreement"] if r["falls_short"] and r["method"] == "exact"]:
+    short = [r for r in report["agreement"] if r["falls_short"] and r["method"] == "exact"]
+    if short and subject.checkpoint:
         worst = min(short, key=lambda r: r["difference"])
         say(f"K = {worst['k']}: served {worst['served']:.3f}, replayed {worst['replayed']:.3f}: looking for the reason")
-        report["diagnosis"] = diagnose(config, target, checkpoint, run.export, longest_sample(store))
+        report["diagnosis"] = diagnose(config, target, subject.checkpoint, run.export, longest_sample(store))
         say(f"first difference between trainer and engine: {report['diagnosis']['first_difference'] or 'none'}")
-    report["settings"] = settings(config, run, exported, store) | {"servers": servers}
+    report["settings"] = settings(config, run, subject, store) | {"servers": servers}
     report["versions"] = package_versions()
     write_report(run, config, report)
     write_manifest(run.eval, "eval", inputs, {"report": "report.json"})
@@ -92,19 +96,19 @@ def evaluate(config: Config) -> None:
 
 
 def _served(
-    config: Config, target: Target, run: RunFolder, sets: PromptSets
+    config: Config, target: Target, draft: Path, sets: PromptSets
 ) -> tuple[list[Measured], list[dict[str, Any]]]:
     """Passes, and what the servers said of themselves."""
     if config.eval.server:
         measured, sides = serve_on_server(config, sets)
         return measured, [side.settings for side in sides]
-    return serve(config, target, sets, [Variant(run.export, k) for k in config.eval.k]), []
+    return serve(config, target, sets, [Variant(draft, k) for k in config.eval.k]), []
 
 
-def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
+def eval_inputs(config: Config, run: RunFolder, subject: Subject) -> dict[str, Any]:
     """Everything that decides the report, machine and chance apart."""
     return {
-        "export_manifest_sha256": manifest_hash(run.export),
+        **subject.inputs,
         "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
         "eval": config.eval.model_dump(mode="json"),
         "sets": [content(path, recorded_revisions(run)) for path in config.eval.sets],
@@ -115,13 +119,13 @@ def eval_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
     }
 
 
-def settings(config: Config, run: RunFolder, exported: dict[str, Any], store: HiddenStateStore) -> dict[str, Any]:
+def settings(config: Config, run: RunFolder, subject: Subject, store: HiddenStateStore) -> dict[str, Any]:
     """What it takes to get the same figures again."""
     return {
         "target": store.manifest["target"],
         "layer_ids": store.manifest["layer_ids"],
-        "checkpoint": exported["checkpoint"],
-        "export_weights_sha256": exported["weights_sha256"],
+        "checkpoint": subject.name,
+        "export_weights_sha256": subject.weights_sha256,
         "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
         "sets_sha256": {path: content(path, recorded_revisions(run)) for path in config.eval.sets},
         "prompts": PROMPTS,

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Literal
 
 from draftsmith.core.checkpoint import DRAFT, read_checkpoint
+from draftsmith.core.distributed import is_distributed, load_distributed
 from draftsmith.core.draft_folder import CONFIG, LayerIdConvention, read_draft, read_draft_folder
 from draftsmith.core.errors import UserError
 from draftsmith.core.run import COMPLETE
 from draftsmith.core.target import Target
-from draftsmith.export.distributed import is_distributed, load_distributed
 from draftsmith.export.draft import Draft, from_checkpoint, from_folder
 from draftsmith.export.zero import is_zero, load_zero
 

@@ -9,6 +9,7 @@ from draftsmith.core.atomic import write_json
 from draftsmith.core.engine import has_cuda, in_engine_processes
 from draftsmith.core.errors import UserError
 from draftsmith.core.progress import meter
+from draftsmith.core.replacing import let_go
 from draftsmith.core.store import PROBE
 from draftsmith.hidden_state_capture.driver import Job, Replica
 from draftsmith.hidden_state_capture.todo import Head, shares, windows
@@ -25,6 +26,7 @@ def capture_locally(job: Job, missing: Sequence[Head]) -> None:
         StageFailed: an engine, a probe or a writer failed; the other engines are ended.
     """
     devices = visible_devices(job.engines, job.config.target.tensor_parallel)
+    let_go(job.folder)
     parts = shares(missing, job.engines)
     in_engine_processes(
         [

@@ -17,30 +17,33 @@ import pyarrow.parquet as pq
 from draftsmith.core.atomic import TMP_MARK, atomic_folder
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import differences, manifest_hash, write_manifest
+from draftsmith.core.replacing import is_aside
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, part_name, shard_name
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.hidden_state_capture.verify import verify_store
 
 _SAMPLES = "samples_manifest_sha256"
 # What the first store says for all; `last_state` and the like are compared before.
 _SHARED = ("target", "layer_ids", "layer_id_convention", "last_state", "storage", "probe")
 
 
-def merge_stores(parts: list[Path], folder: Path) -> dict[str, Any]:
+def merge_stores(parts: list[Path], folder: Path, verify: bool = True) -> dict[str, Any]:
     """Make `folder` one store of `parts`; index and shards in their order.
 
     Args:
         parts: complete stores. Where one says `part: {index, of}` in its manifest, all `of` of them have to be there.
         folder: the new store; missing or empty.
+        verify: read every byte of the parts first, and merge none that is damaged.
 
     Returns:
         Its manifest.
 
     Raises:
-        UserError: a part is missing or incomplete, parts differ in what decides the states, a sample is in two of
-            them, or `folder` holds something.
+        UserError: a part is missing, incomplete or damaged, parts differ in what decides the states, a sample is in two
+            of them, or `folder` holds something.
     """
     folder = folder.resolve()  # it may be a link to a larger disk
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(not is_aside(item) for item in folder.iterdir())):
         raise UserError(f"{folder} is there already and not empty.", "Merge into another folder, or delete it.")
     if not parts:
         raise UserError("there is nothing to merge.", "Name the stores.")
@@ -54,6 +57,8 @@ def merge_stores(parts: list[Path], folder: Path) -> dict[str, Any]:
     for store in stores[1:]:
         _alike(stores[0], store)
     rows = _rows(stores)
+    if verify:
+        _refuse_damaged(parts)
     for left in folder.parent.glob(f"{TMP_MARK}*-{folder.name}"):  # of a killed merge
         shutil.rmtree(left)
     with atomic_folder(folder) as new:
@@ -61,6 +66,20 @@ def merge_stores(parts: list[Path], folder: Path) -> dict[str, Any]:
         pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), new / INDEX)
         write_manifest(new, "capture", _inputs(stores), _outputs(stores, shards))
     return HiddenStateStore(folder, "merge").manifest
+
+
+def _refuse_damaged(parts: list[Path]) -> None:
+    for part in parts:
+        faults = verify_store(part).faults
+        if not faults:
+            continue
+        first = faults[0]
+        named = [first.shard, first.sample_id and f"sample {first.sample_id}"]
+        more = f" (and {len(faults) - 1} faults more)" if len(faults) > 1 else ""
+        raise UserError(
+            f"{part} is damaged: {': '.join(filter(None, [*named, first.what]))}{more}.",
+            f"`draftsmith store repair {part}` and `draftsmith capture` mend it; --no-verify merges it as it is.",
+        )
 
 
 def _all_parts_there(stores: list[HiddenStateStore]) -> None:

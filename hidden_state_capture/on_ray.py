@@ -15,6 +15,7 @@ from draftsmith.core.atomic import write_json
 from draftsmith.core.engine import last_line, lead_group
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.progress import Meter, meter, say
+from draftsmith.core.replacing import let_go
 from draftsmith.core.samples import Sample
 from draftsmith.core.store import PROBE
 from draftsmith.hidden_state_capture.driver import Job, Replica
@@ -71,6 +72,7 @@ def capture_on_ray(job: Job, missing: Sequence[Head], capturer: type = Capturer)
     if ours:
         ray.init(address=job.config.capture.ray_address, logging_level="warning")
     actor = ray.remote(**_resources(job, ray.cluster_resources()))(capturer)
+    let_go(job.folder)
     actors = {i: actor.remote(job, i) for i in range(job.engines)}
     try:
         with meter("hidden states", len(missing), "samples") as shown:

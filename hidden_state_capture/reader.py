@@ -23,6 +23,7 @@ from draftsmith.core.fp8_states import decode
 from draftsmith.core.manifest import MANIFEST, require_manifest
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
 
+REBUILD_INDEX = "`draftsmith store repair` makes it again from the shards."
 _LIBC = ctypes.CDLL(None)  # Python's own madvise takes only maps that Python made
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -100,7 +101,7 @@ class HiddenStateStore:
         """
         self.folder = folder
         self.manifest = store_manifest(folder, needed_by)
-        with reading(folder / INDEX, "Run `draftsmith capture --fresh`."):
+        with reading(folder / INDEX, REBUILD_INDEX):
             self.index: list[dict[str, Any]] = pq.read_table(folder / INDEX, schema=INDEX_SCHEMA).to_pylist()
         for shard in self.manifest["shards"]:
             file = folder / shard["file"]

@@ -1,4 +1,6 @@
-"""`store repair`: a store that lost some shards becomes a capture that is not finished, and `capture` goes on with it.
+"""`store repair`: an index that is lost is made again from the shards (reindex.py).
+
+A store that lost some shards becomes a capture that is not finished, and `capture` goes on with it.
 
 1. Beside the manifest: sidecars of the good shards, `inputs.json`, `probe.json`, the rejected samples, and links to
    the damaged shards in `damaged/`. The store is still what it was.
@@ -13,8 +15,11 @@ from pathlib import Path
 from draftsmith.core.atomic import fsync_path, write_json
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import MANIFEST
+from draftsmith.core.progress import say
 from draftsmith.core.store import DAMAGED, INDEX, INPUTS, PROBE
 from draftsmith.hidden_state_capture.merge import place
+from draftsmith.hidden_state_capture.reader import store_manifest
+from draftsmith.hidden_state_capture.reindex import index_is_readable, rebuild_index
 from draftsmith.hidden_state_capture.verify import Verdict, verify_store
 
 _OF_THE_INDEX = ("shard", "split", "source")
@@ -29,11 +34,16 @@ def repair_store(folder: Path, samples: Path | None = None, jobs: int | None = N
         jobs: as in `verify_store`.
 
     Returns:
-        What was found; without faults nothing was changed.
+        What was found; without faults no state was touched.
 
     Raises:
-        UserError: there is no complete store, or a fault is of the store as a whole.
+        UserError: there is no complete store, its index is lost and its samples are not there, or a fault is of the
+            store as a whole.
     """
+    manifest = store_manifest(folder, "store repair")
+    if not index_is_readable(folder):
+        listed = rebuild_index(folder, manifest, samples)
+        say(f"{folder}: the index was missing or damaged; made again from the shards, {listed} samples")
     verdict = verify_store(folder, samples, jobs)
     if beyond := [f for f in verdict.faults if f.shard is None and not f.missing]:
         who = f"sample {beyond[0].sample_id}: " if beyond[0].sample_id else ""

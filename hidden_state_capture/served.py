@@ -21,6 +21,7 @@ from draftsmith.core.atomic import write_json
 from draftsmith.core.engine import engine_dtype
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.progress import meter
+from draftsmith.core.replacing import let_go
 from draftsmith.core.samples import Sample
 from draftsmith.core.store import PROBE
 from draftsmith.hidden_state_capture.driver import Job, connector_args, top_token, transfer_params, writers_reason
@@ -75,6 +76,7 @@ def capture_served(job: Job, missing: Sequence[Head]) -> None:
     limits = httpx.Limits(max_connections=job.config.capture.max_num_seqs)
     with httpx.Client(base_url=server, timeout=httpx.Timeout(600.0), limits=limits) as client:
         model = _model(client, server)
+        let_go(job.folder)
         _probe(job, client, model)
         wanted = {h.sample_id for h in missing}
         with meter("hidden states", len(missing), "samples") as shown:

@@ -3,14 +3,16 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from draftsmith.core.atomic import write_json
+from draftsmith.core.capturable import check_capturable
 from draftsmith.core.config import Config
 from draftsmith.core.damage import reading
 from draftsmith.core.engine import engine_dtype, require_vllm
-from draftsmith.core.errors import StageFailed
+from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.manifest import check_inputs, manifest_hash, read_manifest, require_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
@@ -45,6 +47,7 @@ def capture(config: Config, part: tuple[int, int] | None = None) -> None:
     run = RunFolder.of(config)
     target = resolve_target(config.target)
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
+    check_capturable(config.capture, target)
     require_manifest(run.samples, "prepare", "capture")
     folder = run.root / part_name(*part) if part else run.hidden_states
     inputs = capture_inputs(config, target, layer_ids, run)
@@ -63,7 +66,11 @@ def capture(config: Config, part: tuple[int, int] | None = None) -> None:
     if part:
         heads = shares(heads, part[1])[part[0]]
     captured = Captured(config, target, layer_ids, heads, too_long(heads, config, target), inputs, folder, part)
-    _capture_missing(captured, run.samples)
+    try:
+        _capture_missing(captured, run.samples)
+    except UserError:
+        _leave_no_trace(folder)
+        raise
     finish(captured)
 
 
@@ -98,6 +105,14 @@ def _continue_only_alike(folder: Path, inputs: dict[str, Any]) -> None:
         check_inputs(folder, {"stage": "capture", "inputs": recorded}, inputs)
     else:
         write_json(begun, inputs)
+
+
+def _leave_no_trace(folder: Path) -> None:
+    """Of a capture that was refused before it had any sample, so that `--fresh` gives the old states back."""
+    if not committed_shards(folder) and not rejected_samples(folder):
+        (folder / INPUTS).unlink(missing_ok=True)
+        with suppress(OSError):  # it holds something by now, or is a link
+            folder.rmdir()
 
 
 def _capture_missing(captured: Captured, samples: Path) -> None:

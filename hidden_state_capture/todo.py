@@ -10,7 +10,7 @@ from draftsmith.core.config import Config
 from draftsmith.core.errors import UserError
 from draftsmith.core.samples import Sample, iter_samples
 from draftsmith.core.store import bytes_per_row
-from draftsmith.core.target import Target
+from draftsmith.core.target import Target, context_of
 
 # The engine always makes a token, and speculates one more.
 _BEYOND_PROMPT = 2
@@ -57,11 +57,8 @@ def read_heads(folder: Path) -> list[Head]:
 def engine_length(config: Config, target: Target) -> int:
     """`max_model_len` of the capturing engine: what the samples need, and the target's context at most."""
     needed = config.data.max_length + _BEYOND_PROMPT
-    context = getattr(target.hf_config, "max_position_embeddings", None)
-    scaling = getattr(target.hf_config, "rope_scaling", None) or {}
-    if not isinstance(context, int) or scaling.get("rope_type", scaling.get("type", "default")) != "default":
-        return needed  # the engine works it out from the scaling
-    return min(needed, context)
+    context = context_of(target.hf_config)
+    return needed if context is None else min(needed, context)
 
 
 def too_long(heads: Sequence[Head], config: Config, target: Target) -> list[Head]:

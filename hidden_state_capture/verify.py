@@ -23,7 +23,7 @@ from draftsmith.core.manifest import manifest_hash, read_manifest
 from draftsmith.core.progress import meter
 from draftsmith.core.samples import iter_samples
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
-from draftsmith.hidden_state_capture.reader import store_manifest
+from draftsmith.hidden_state_capture.reader import REBUILD_INDEX, store_manifest
 from draftsmith.hidden_state_capture.shard import sample_sha256
 
 
@@ -79,7 +79,7 @@ def verify_store(folder: Path, samples: Path | None = None, jobs: int | None = N
         UserError: there is no complete store, or its index cannot be read.
     """
     manifest = store_manifest(folder, "store verify")
-    with reading(folder / INDEX, "Run `draftsmith capture --fresh`."):
+    with reading(folder / INDEX, REBUILD_INDEX):
         index = pq.read_table(folder / INDEX, schema=INDEX_SCHEMA).to_pylist()
     shards = manifest["shards"]
     rows: dict[str, list[dict[str, Any]]] = {s["file"]: [] for s in shards}

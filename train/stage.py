@@ -23,6 +23,7 @@ from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.core.vocab import load_mapping
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train import torchspec
 from draftsmith.train.average import Average
 from draftsmith.train.feed import Feed, nothing_to_check, open_feed, open_store
 from draftsmith.train.loop import Trainer
@@ -46,12 +47,17 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
         UserError: capture has not been run, or the run was trained with other settings.
         StageFailed: gradients stayed non-finite, or the capture of a spool ended.
     """
+    if config.train.engine == "torchspec":
+        return torchspec.train(config)
     run = RunFolder.of(config)
     store = open_store(config)
     target = resolve_target(config.target)
     check_upstream(config, run, target, store.manifest)
-    resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), len(load_mapping(run.vocab_mapping).d2t))
+    vocab = len(load_mapping(run.vocab_mapping).d2t)
+    shape = resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), vocab)
     accelerator = _accelerator(config, run)
+    # What this machine cannot run is refused before anything is written.
+    fused_dtype(config.train, shape, accelerator.device, accelerator.mixed_precision == "bf16")
     inputs = train_inputs(config, run)
     feed = open_feed(store, config, accelerator.process_index, accelerator.num_processes, check_capture)
     total = len(feed.plan) // config.train.grad_accum_steps

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from draftsmith.core import cli
+from draftsmith.core.errors import StageFailed
 from draftsmith.core.run import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,6 +158,19 @@ def test_layer_ids_out_of_range_are_refused_before_the_engine_makes_samples(
     assert not (tmp_path / "runs").exists()
 
 
+def test_everything_that_a_config_names_and_is_not_there_is_said_at_once(refused, no_engine, make_config, config_file):
+    sources = [{"path": "path/to/prompts.jsonl"}, {"path": "other.parquet"}]
+    config = make_config(
+        target={"path": "path/to/your/model", "chat_template": "none.jinja"},
+        data={"sources": sources, "contamination": {"sets": ["bench.jsonl"]}},
+    )
+    for command in ("prepare", "capture", "plan"):
+        message = refused(command, "--config", config_file(config))
+        for name in ("path/to/your/model", "none.jinja", "path/to/prompts.jsonl", "other.parquet", "bench.jsonl"):
+            assert f"`{name}`" in message or f": {name} does not exist" in message
+        assert message.count("Check data.sources") == 1
+
+
 # ---- an existing run stays as it was ---------------------------------------------------------------------------------
 
 
@@ -190,10 +204,48 @@ def test_a_refused_fresh_command_keeps_the_old_output(refused, no_engine, config
 
 def test_a_refused_fresh_training_keeps_the_old_one(refused, config_file, trained_run, tree_of):
     run = RunFolder.of(trained_run)
-    before = tree_of(run.checkpoints), run.metrics.read_bytes()
+    before = tree_of(run.root)
     assert "no GPU" in refused("train", "--fresh", "--config", config_file(trained_run), "train.kernels=fused")
-    assert (tree_of(run.checkpoints), run.metrics.read_bytes()) == before
-    assert not list(run.root.glob(".old-*"))
+    assert tree_of(run.root) == before  # config.yaml too
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_refused_fresh_capture_keeps_the_old_states(refused, config_file, synthetic_run, tree_of, tmp_path, linked):
+    root = RunFolder.of(synthetic_run).root
+    if linked:  # states on another disk
+        (root / "hidden_states").rename(tmp_path / "large")
+        (root / "hidden_states").symlink_to(tmp_path / "large")
+    before = tree_of(root), tree_of(root / "hidden_states")
+    for override in ("data.max_length=63", "capture.server=http://127.0.0.1:9"):
+        refused("capture", "--fresh", "--config", config_file(synthetic_run), override)
+        after = tree_of(root), tree_of(root / "hidden_states")
+        assert [{k: v for k, v in t.items() if k != "config.yaml"} for t in after] == [
+            {k: v for k, v in t.items() if k != "config.yaml"} for t in before
+        ]
+
+
+def test_states_that_a_killed_command_left_aside_are_given_back(run_cli, config_file, synthetic_run, tree_of):
+    root = RunFolder.of(synthetic_run).root
+    before = tree_of(root)
+    (root / "hidden_states").rename(root / ".old-hidden_states")
+    code, out, _ = run_cli("capture", "--config", config_file(synthetic_run))
+    assert code == 0 and "(already there)" in out and tree_of(root) == before
+
+
+def test_a_fresh_capture_lets_the_old_states_go_before_it_writes(config_file, synthetic_run, monkeypatch):
+    """The disk may have no room for both."""
+    run = RunFolder.of(synthetic_run)
+    seen = []
+
+    def engines(work):
+        seen.append(sorted(p.name for p in run.root.iterdir() if "hidden_states" in p.name))
+        raise StageFailed("the engine died.")
+
+    monkeypatch.setattr("draftsmith.hidden_state_capture.local.in_engine_processes", engines)
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "capture", "--fresh", "--config", config_file(synthetic_run)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1 and seen == [["hidden_states"]]
 
 
 def test_what_is_there_already_is_said_and_exit_code_is_0(run_cli, no_engine, config_file, synthetic_run):
@@ -279,6 +331,15 @@ def test_an_outdated_schema_is_exit_code_1(run_cli, monkeypatch, tmp_path):
 def test_help_is_exit_code_0(run_cli, arguments):
     code, out, _ = run_cli(*arguments)
     assert code == 0 and "Usage:" in out
+
+
+def test_the_help_of_a_stages_commands_is_their_own(run_cli):
+    code, out, _ = run_cli("capture", "merge", "--help")
+    assert code == 0 and "--no-verify" in out and "on this host" not in out
+    code, out, _ = run_cli("capture", "serve-args", "--help")
+    assert code == 0 and "vllm serve" in out and "on this host" not in out
+    code, out, _ = run_cli("capture", "--help")
+    assert code == 0 and "merge" in out and "serve-args" in out and "--shard i/n" in out
 
 
 @pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "--confg", "x"]], ids=" ".join)

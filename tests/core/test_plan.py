@@ -3,20 +3,18 @@
 import json
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from draftsmith.core import plan
 from draftsmith.core.cli import app
-from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.errors import UserError
 from draftsmith.core.estimate import amount_of, stated
-from draftsmith.core.plan import Rates, make_plan
+from draftsmith.core.plan import make_plan
+from draftsmith.core.plan_hours import Rates
 from draftsmith.core.run import RunFolder
 from draftsmith.core.sizes import (
     H200_TRAINING_FLOPS,
@@ -27,53 +25,9 @@ from draftsmith.core.sizes import (
     training_memory,
 )
 
+TARGETS = Path(__file__).parents[2] / "configs" / "targets"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "training" / "results"
-# As in the checkpoint's config.json.
-MINIMAX = {
-    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
-    "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
-    "head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000, "vocab_size": 200064, "num_local_experts": 256,
-    "num_experts_per_tok": 8, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True,
-    "max_position_embeddings": 196608, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
-}  # fmt: skip
 H200 = Rates(gpus=1, gpu_bytes=141e9)
-
-
-@pytest.fixture
-def minimax(tmp_path):
-    """A config on MiniMax-M2.5's shape; nothing but its config.json is there."""
-
-    def make(**sections):
-        folder = tmp_path / "MiniMax-M2.5"
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(MINIMAX))
-        tree = {
-            "run": {"name": "m", "dir": str(tmp_path / "runs")},
-            "target": {"path": str(folder), "tensor_parallel": 2},
-            "data": {"sources": [], "max_length": 8192, "draft_vocab_size": 32000},
-            "draft": {"num_heads": 48, "num_kv_heads": 48, "head_dim": 128, "intermediate_size": 9216},
-            "train": {"epochs": 1, "tokens_per_batch": 16384},
-        }
-        tree["data"]["sources"] = [{"path": "demo-prompts"}]
-        for name, values in sections.items():
-            tree.setdefault(name, {}).update(values)
-        return Config.model_validate(tree)
-
-    return make
-
-
-@pytest.fixture
-def roomy(monkeypatch):
-    """A machine where disk and memory are as large as a test says."""
-    disk, memory = namedtuple("disk", "total used free"), namedtuple("memory", "total")
-
-    def make(free=100e12, total=2e12):
-        monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: disk(free, 0, int(free)))
-        monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: memory(total))
-
-    make()
-    return make
 
 
 # ---- against what was measured -------------------------------------------------------------------------------------
@@ -152,7 +106,7 @@ def test_hours_are_tokens_by_rates(minimax, roomy):
     made = make_plan(config, stated(config, 3_600_000, 1000, 0.6), Rates(1000.0, 500.0, 1, 141e9))
     assert made["hours"]["capture"] == pytest.approx(1.0)
     assert made["hours"]["train"] == pytest.approx(3 * 0.9 * 2.0)
-    assert made["hours"]["train_rate_of"] == made["hours"]["capture_rate_of"] == "stated"
+    assert made["hours"]["train_rate_of"] == made["hours"]["capture_rate_of"] == "as stated"
     assert made["hours"]["together"] == pytest.approx(1.0 + 3 * 0.9 * 2.0)
 
 
@@ -224,7 +178,7 @@ def test_a_gpu_that_cannot_hold_one_sample_is_said(minimax, roomy):
 
 def test_a_target_that_is_too_large_for_its_gpus_is_said(minimax, roomy):
     (said,) = problems(minimax(target={"tensor_parallel": 1}))
-    assert "229 GB on each of 1 GPUs of 141 GB" in said and "target.tensor_parallel to 2" in said
+    assert "230 GB on each of 1 GPUs of 141 GB" in said and "target.tensor_parallel to 2" in said
 
 
 def test_host_memory_that_is_too_small_is_said(minimax, roomy):

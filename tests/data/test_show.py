@@ -95,7 +95,7 @@ def test_the_figures_are_those_of_the_samples(figures):
     assert found["coverage_eval"] == 0.0
 
 
-def test_stats_print_every_source_and_write_a_picture(synthetic_run, config_file, figures, tmp_path):
+def test_stats_print_every_source_and_a_picture_where_asked(synthetic_run, config_file, figures, tmp_path):
     from draftsmith.core.manifest import read_manifest, write_manifest
     from draftsmith.core.samples import write_samples
 
@@ -110,6 +110,9 @@ def test_stats_print_every_source_and_write_a_picture(synthetic_run, config_file
     for text in ("alpha", "beta", "all", "24", "3 not_json", "2 near_duplicate", "100.0%", "24 stop"):
         assert text in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
+    before = {p.name for p in folder.parent.iterdir()}
+    assert not CliRunner().invoke(app, ["data", "stats", "--config", config_file(synthetic_run)]).exception
+    assert {p.name for p in folder.parent.iterdir()} == before  # nothing is written that was not asked for
     lengths = read_lengths(folder)
     assert {k: sorted(v.tolist()) for k, v in lengths.items()} == {
         s: sorted(len(x.input_ids) for x in samples if x.source == s) for s in ("alpha", "beta")

@@ -1,5 +1,7 @@
 """What the store alone tells: replay of the export, the objective of the checkpoint, and what the report depends on."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from draftsmith.core.target import resolve_target
 from draftsmith.eval.offline import HeldOut, objective_figures, replay
 from draftsmith.eval.replay_rows import replay_rows, source_rows
 from draftsmith.eval.stage import eval_inputs, evaluate
+from draftsmith.eval.subject import own_draft
 from draftsmith.export.stage import export
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
@@ -184,15 +187,17 @@ def test_a_set_that_cannot_be_served_is_refused_before_anything_is_written(with_
 def test_a_changed_set_makes_another_report(with_set):
     config = with_set('{"prompt": "a"}')
     run = RunFolder.of(config)
-    before = eval_inputs(config, run)
-    assert eval_inputs(with_set('{"prompt": "a"}'), run) == before
-    assert eval_inputs(with_set('{"prompt": "b"}'), run) != before
+    draft = own_draft(config, run)
+    before = eval_inputs(config, run, draft)
+    assert eval_inputs(with_set('{"prompt": "a"}'), run, draft) == before
+    assert eval_inputs(with_set('{"prompt": "b"}'), run, draft) != before
 
 
 @pytest.mark.parametrize("change", [{"eval": {"k": [2]}}, {"eval": {"concurrency": [2]}}, {"run": {"seed": 1}}])
 def test_a_changed_setting_makes_another_report(exported, changed, change):
     run = RunFolder.of(exported)
-    assert eval_inputs(changed(exported, **change), run) != eval_inputs(exported, run)
+    draft = own_draft(exported, run)
+    assert eval_inputs(changed(exported, **change), run, draft) != eval_inputs(exported, run, draft)
 
 
 @pytest.mark.parametrize("change", [{"data": {"max_length": 32}}, {"target": {"dtype": "float32"}}], ids=str)
@@ -210,3 +215,54 @@ def test_an_export_of_an_earlier_training_is_refused(exported):
     (run.checkpoints / "step-0000011").rename(run.checkpoints / "step-0000012")
     with pytest.raises(UserError, match=r"holds step-0000011, and export\.checkpoint is step-0000012"):
         evaluate(exported)
+
+
+# ---- another draft than the run's ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_served(monkeypatch):
+    """Replay alone: engines are tests/pipeline's."""
+    monkeypatch.setattr("draftsmith.eval.stage.serve", lambda *_: [])
+
+
+def test_another_draft_is_replayed_as_in_its_own_run_and_the_runs_report_stays(
+    exported, nothing_served, tmp_path, capsys
+):
+    run = RunFolder.of(exported)
+    evaluate(exported)
+    own = (run.eval / "report.json").read_bytes()
+    other = tmp_path / "m2-5" / "export"
+    shutil.copytree(run.export, other, ignore=shutil.ignore_patterns("manifest.json"))  # of somebody else
+    shutil.rmtree(run.checkpoints)  # this run need not be trained
+    shutil.rmtree(run.export)
+    evaluate(exported, other)
+    report = json.loads((run.root / "eval-m2-5" / "report.json").read_text())
+    assert report["replay"] == json.loads(own)["replay"] and report["objective"] is None
+    assert report["settings"]["checkpoint"] == str(other)
+    assert (run.eval / "report.json").read_bytes() == own
+    evaluate(exported, other)
+    assert "eval-m2-5/report.html (already there)" in capsys.readouterr().out
+
+
+def test_a_draft_of_other_layers_is_served_but_not_replayed(exported, nothing_served, tmp_path, capsys):
+    run, other = RunFolder.of(exported), tmp_path / "other"
+    shutil.copytree(run.export, other)
+    told = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**told, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}))
+    evaluate(exported, other)
+    assert "other reads layers [1, 2], which were not captured" in capsys.readouterr().out
+    assert json.loads((run.root / "eval-other" / "report.json").read_text())["replay"] == []
+
+
+def test_what_is_no_draft_of_this_target_is_refused(exported, nothing_served, tmp_path):
+    run = RunFolder.of(exported)
+    with pytest.raises(UserError, match=r"--draft .*nowhere: no draft"):
+        evaluate(exported, tmp_path / "nowhere")
+    other = tmp_path / "sglangs"
+    shutil.copytree(run.export, other)
+    told = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**told, "layer_id_convention": "sglang"}))
+    with pytest.raises(UserError, match="layer ids are sglang's"):
+        evaluate(exported, other)
+    assert not (run.root / "eval-sglangs").exists()

@@ -187,3 +187,21 @@ def test_flags_are_carried_in_every_layout(target):
             assert {f: config[f] for f in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")} == {
                 f: f == flag for f in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
             }
+
+
+def test_the_commands_errors_name_its_options(source, tmp_path):
+    folder = source(SHAPES["plain"])
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"auto_map": {"AutoConfig": "x.Y"}, "model_type": "unheard_of"}')
+    said = {
+        ("--target", "/nowhere"): "--target: `/nowhere` is neither a folder nor a hub id",
+        ("--target", str(tmp_path / "odd")): "if you trust it, set --trust-remote-code.",
+        ("--format", "speculators"): "Name it with --target.",
+        ("--format", "speculators", "--layer-id-convention", "sglang"): "Use --format hf.",
+        ("--source-convention", "tgi"): "--source-convention: tgi is neither vllm nor sglang",
+    }
+    for given, what in said.items():
+        error = CliRunner().invoke(app, ["export", "convert", str(folder), str(tmp_path / "out"), *given]).exception
+        assert isinstance(error, UserError) and what in str(error), error
+        assert not any(key in str(error) for key in ("export.format", "export.layer", "target.path", "target.trust"))
+    assert not (tmp_path / "out").exists()

@@ -96,7 +96,7 @@ def job(synthetic_run):
 
 
 def test_the_servers_flags_are_the_stages_own(synthetic_run, capsys):
-    serve_args(synthetic_run, fresh=False)
+    serve_args(synthetic_run)
     words = shlex.split(capsys.readouterr().out)
     assert words[:3] == ["vllm", "serve", str(resolve_target(synthetic_run.target).local_path)]
     assert "--no-enable-prefix-caching" in words

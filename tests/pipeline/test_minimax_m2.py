@@ -1,6 +1,7 @@
 """A tiny random MiniMax-M2 through every stage: the architecture this project exists for, at a size for a CPU."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -80,3 +81,14 @@ def test_export_is_a_minimax_draft_and_is_served(run):
     assert report["served"][0]["drafts"] > 0
     [replayed] = [r for r in report["replay"] if r["k"] == 2]
     assert report["served"][0]["acceptance_length"] == pytest.approx(replayed["acceptance_length"], rel=0.05)
+
+
+def test_another_runs_draft_is_replayed_and_served_on_this_target(run, cli):
+    """As M2.5's on M2.7: `eval --draft`; here it is the run's own under another name, so that the figures are known."""
+    other = run.parent / "m2-5" / "export"
+    shutil.copytree(run / "export", other)
+    cli("eval", "--config", run.parent / "config.yaml", "--draft", other)
+    theirs, own = (json.loads((run / name / "report.json").read_text()) for name in ("eval-m2-5", "eval"))
+    assert theirs["replay"] == own["replay"] and theirs["objective"] is None
+    assert theirs["served"][0]["drafts"] > 0
+    assert theirs["served"][0]["acceptance_length"] == pytest.approx(own["served"][0]["acceptance_length"], rel=0.05)

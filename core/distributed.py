@@ -71,6 +71,20 @@ def load_distributed(folder: Path) -> dict[str, Tensor]:
     return _with_offsets({n.split(_PREFIX)[-1]: t for n, t in state.items()}, folder)
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether every file that the metadata of a distributed checkpoint names is there, and long enough.
+
+    The metadata is written after the data; a cut copy, or one that a full disk ended, has it all the same.
+    """
+    needed: dict[str, int] = {}
+    try:
+        for info in _Reader(folder).read_metadata().storage_data.values():
+            needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    except UserError:
+        return False
+    return all((folder / f).is_file() and (folder / f).stat().st_size >= size for f, size in needed.items())
+
+
 class _Reader(FileSystemReader):
     """A reader that runs no code out of the metadata and opens no file outside the folder."""
 
