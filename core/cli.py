@@ -124,7 +124,12 @@ def evaluate(
 
     if dry:
         return dry_run("eval", config, overrides, target_config)
-    with _run(config, overrides, fresh, lambda run: [(report_place(run, draft) if draft else run).eval]) as loaded:
+
+    def outputs(run: RunFolder) -> list[Path]:
+        place = report_place(run, draft) if draft else run
+        return [place.eval, place.passes]
+
+    with _run(config, overrides, fresh, outputs) as loaded:
         if draft is None:
             _export(loaded)
         run_evaluate(loaded, draft)

@@ -75,6 +75,11 @@ class RunFolder:
         return self.root / self.report
 
     @property
+    def passes(self) -> Path:
+        """What an unfinished `eval` has measured; gone when the report is written."""
+        return self.root / f"{self.report}-passes"
+
+    @property
     def metrics(self) -> Path:
         """Every logged scalar, one JSON object a line."""
         return self.root / "metrics.jsonl"

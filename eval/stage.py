@@ -22,6 +22,7 @@ from draftsmith.core.samples import iter_samples
 from draftsmith.core.target import Target, resolve_target
 from draftsmith.eval.columns import captured_for, check_fits
 from draftsmith.eval.diagnose import diagnose, longest_sample
+from draftsmith.eval.journal import PassJournal
 from draftsmith.eval.offline import Replay, objective_figures, release_memory, replay
 from draftsmith.eval.prompts import PromptSets, write_prompts
 from draftsmith.eval.replay_rows import replay_rows, source_rows
@@ -76,7 +77,8 @@ def evaluate(config: Config, draft: Path | None = None) -> None:
             logits_bytes = config.train.logits_bytes
             report["objective"] = objective_figures(target, subject.checkpoint, batches, logits_bytes)
         release_memory()
-    measured, servers = _served(config, target, subject.folder, sets)
+    journal = PassJournal(run.passes, inputs)
+    measured, servers = _served(config, target, subject.folder, sets, journal)
     report["served"] = [served_row(config, m) for m in measured]
     if replayed:
         report["agreement"] = agreement_rows(config, replayed, measured)
@@ -88,21 +90,25 @@ def evaluate(config: Config, draft: Path | None = None) -> None:
         say(f"K = {worst['k']}: served {worst['served']:.3f}, replayed {worst['replayed']:.3f}: looking for the reason")
         report["diagnosis"] = diagnose(config, target, subject.checkpoint, run.export, longest_sample(store))
         say(f"first difference between trainer and engine: {report['diagnosis']['first_difference'] or 'none'}")
-    report["settings"] = settings(config, run, subject, store) | {"servers": servers}
+    report["settings"] = settings(config, run, subject, store) | {
+        "servers": servers,
+        "cells_of_an_earlier_start": journal.found,
+    }
     report["versions"] = package_versions()
     write_report(run, config, report)
     write_manifest(run.eval, "eval", inputs, {"report": "report.json"})
+    journal.clear()
     say(f"report: {run.eval}/report.html")
 
 
 def _served(
-    config: Config, target: Target, draft: Path, sets: PromptSets
+    config: Config, target: Target, draft: Path, sets: PromptSets, journal: PassJournal
 ) -> tuple[list[Measured], list[dict[str, Any]]]:
     """Passes, and what the servers said of themselves."""
     if config.eval.server:
         measured, sides = serve_on_server(config, sets)
         return measured, [side.settings for side in sides]
-    return serve(config, target, sets, [Variant(draft, k) for k in config.eval.k]), []
+    return serve(config, target, sets, [Variant(draft, k) for k in config.eval.k], journal), []
 
 
 def eval_inputs(config: Config, run: RunFolder, subject: Subject) -> dict[str, Any]:

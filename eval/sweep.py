@@ -13,6 +13,7 @@ from draftsmith.core.errors import UserError
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.target import Target, weight_bytes
 from draftsmith.eval.engine import engine_sides, warm_up
+from draftsmith.eval.journal import PassJournal
 from draftsmith.eval.passes import Job, Pass, Side
 from draftsmith.eval.prompts import Prompt, PromptSets
 from draftsmith.eval.server import ServerSide, server_sides
@@ -49,7 +50,9 @@ class Measured:
 BASELINE = Variant(None, 0)
 
 
-def serve(config: Config, target: Target, sets: PromptSets, variants: Sequence[Variant]) -> list[Measured]:
+def serve(
+    config: Config, target: Target, sets: PromptSets, variants: Sequence[Variant], journal: PassJournal | None = None
+) -> list[Measured]:
     """Measure drafts on engines of our own, beside the target alone.
 
     Args:
@@ -57,6 +60,7 @@ def serve(config: Config, target: Target, sets: PromptSets, variants: Sequence[V
         target: resolved target.
         sets: prompts; what later turns wait for is answered first.
         variants: drafts and lengths.
+        journal: cells that it has are not measured again, others are added to it.
 
     Raises:
         StageFailed: an engine did not start, died, or does not speculate.
@@ -69,11 +73,11 @@ def serve(config: Config, target: Target, sets: PromptSets, variants: Sequence[V
         engines = [(v.draft, v.k) for v in group]
         with engine_sides(config, target, engines, sets.longest, _cache_bytes(config, target, len(group))) as sides:
             if any(d.later for s in sets.sets for d in s.dialogues):
-                sets.complete(partial(_answer, sides[0], config))
+                sets.complete(partial(_answer, sides[0], config, journal))
             for side in sides:
                 warm_up(side, sets.sets[0].prompts, config)
             together = len(group) > 1
-            for number, job, passes in _in_turns(config, sets, sides, " + ".join(_name(v) for v in group)):
+            for number, job, passes in _in_turns(config, sets, sides, [_name(v) for v in group], journal):
                 if group[0] == BASELINE:
                     baselines[number] = passes[0]
                 measured += [
@@ -97,11 +101,11 @@ def serve_on_server(config: Config, sets: PromptSets) -> tuple[list[Measured], l
                 f"eval.server has a context of {room} tokens, and the longest request may take {sets.longest}.",
                 "Start it with a larger --max-model-len, or lower eval.max_tokens.",
             )
-        sets.complete(partial(_answer, sides[0], config))
+        sets.complete(partial(_answer, sides[0], config, None))
         for side in sides:
             warm_up(side, sets.sets[0].prompts, config)
         measured = []
-        for _, job, passes in _in_turns(config, sets, sides, "served"):
+        for _, job, passes in _in_turns(config, sets, sides, ["served"], None):
             baseline = passes[0] if len(sides) > 1 else None
             measured.append(Measured(Variant(None, sides[-1].k), job, passes[-1], baseline, len(sides) > 1))
         return measured, sides
@@ -148,18 +152,26 @@ def _cache_bytes(config: Config, target: Target, engines: int) -> int | None:
 
 
 def _in_turns(
-    config: Config, sets: PromptSets, sides: Sequence[Side], label: str
+    config: Config, sets: PromptSets, sides: Sequence[Side], names: list[str], journal: PassJournal | None
 ) -> Iterator[tuple[int, Job, list[Pass]]]:
     """Every cell with one pass of every side; who begins changes from cell to cell."""
     jobs = list(_jobs(config, sets))
-    with meter(label, sum(len(job.prompts) for job in jobs) * len(sides), "prompts") as shown:
+    with meter(" + ".join(names), sum(len(job.prompts) for job in jobs) * len(sides), "prompts") as shown:
         for number, job in enumerate(jobs):
+            if journal and (before := journal.get(names, job)):
+                journal.used += 1
+                shown.advance(len(job.prompts) * len(sides), set=job.set)
+                yield number, job, before
+                continue
             passes: dict[int, Pass] = {}
             for i in range(len(sides)):
                 at = (i + number) % len(sides)
                 passes[at] = sides[at].measure(job)
                 _show(shown, job, passes[at])
-            yield number, job, [passes[i] for i in range(len(sides))]
+            in_order = [passes[i] for i in range(len(sides))]
+            if journal:
+                journal.add(names, job, in_order)
+            yield number, job, in_order
 
 
 def _jobs(config: Config, sets: PromptSets) -> Iterator[Job]:
@@ -181,9 +193,15 @@ def _show(shown: Meter, job: Job, done: Pass) -> None:
     )
 
 
-def _answer(side: Side, config: Config, ids: list[list[int]], longest: list[int]) -> list[tuple[list[int], str]]:
+def _answer(
+    side: Side, config: Config, journal: PassJournal | None, ids: list[list[int]], longest: list[int]
+) -> list[tuple[list[int], str]]:
     prompts = [Prompt(str(i), p, n) for i, (p, n) in enumerate(zip(ids, longest, strict=True))]
-    done = side.measure(Job("earlier turns", 0.0, max(config.eval.concurrency), prompts, config.run.seed))
+    job = Job("earlier turns", 0.0, max(config.eval.concurrency), prompts, config.run.seed)
+    before = journal.get([], job) if journal else None  # the cells of a set of several turns are those of its answers
+    done = before[0] if before else side.measure(job)
+    if journal and not before:
+        journal.add([], job, [done])
     return list(zip(done.replies, done.finish_reasons, strict=True))
 
 

@@ -123,6 +123,6 @@ def test_sides_take_turns_and_another_begins_in_every_cell(monkeypatch):
 
     jobs = [job(1, name=name) for name in "abc"]
     monkeypatch.setattr("draftsmith.eval.sweep._jobs", lambda *args: iter(jobs))
-    found = list(_in_turns(CONFIG, None, [Side(0), Side(3)], "x"))
+    found = list(_in_turns(CONFIG, None, [Side(0), Side(3)], ["x", "y"], None))
     assert order == [("a", 0), ("a", 3), ("b", 3), ("b", 0), ("c", 0), ("c", 3)]
     assert [[p.replies[0][0] for p in passes] for _, _, passes in found] == [[0, 3]] * 3
