@@ -92,7 +92,7 @@ def evaluate(config: Config, draft: Path | None = None) -> None:
         say(f"first difference between trainer and engine: {report['diagnosis']['first_difference'] or 'none'}")
     report["settings"] = settings(config, run, subject, store) | {
         "servers": servers,
-        "cells_of_an_earlier_start": journal.found,
+        "cells_of_an_earlier_start": journal.used,
     }
     report["versions"] = package_versions()
     write_report(run, config, report)
