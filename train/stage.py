@@ -61,9 +61,7 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     state = TrainState(0, total, 0, batches_per_step, inputs)
     checkpoint = _newest(run, state, accelerator)
     if checkpoint and checkpoint.state["step"] == checkpoint.state["total_steps"]:
-        if accelerator.is_main_process and not read_manifest(
-            run.checkpoints
-        ):  # killed before this
+        if accelerator.is_main_process and not read_manifest(run.checkpoints):  # killed before this
             _write_manifest(run, checkpoint.state)
         say(f"draft: {checkpoint.folder} (already there)")
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftsmith.core.atomic import write_json
+from draftsmith.core.atomic import TMP_MARK, write_json
 from draftsmith.core.checkpoint import BEST, write_checkpoint
 from draftsmith.core.run import RunFolder
 
@@ -82,7 +82,9 @@ def _write(
         write_json(run.checkpoints / BEST, {"checkpoint": best.name, **state["best"]})
     for old in run.complete_checkpoints()[:-keep]:
         if old != best:
-            shutil.rmtree(old)
+            going = old.with_name(f"{TMP_MARK}{old.name}")  # no folder is half deleted under its own name
+            old.rename(going)
+            shutil.rmtree(going)
 
 
 def checkpoint_folder(run: RunFolder, step: int) -> Path:

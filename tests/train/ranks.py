@@ -1,7 +1,7 @@
 """Run alone or under torchrun: trains one config after another.
 
-Its argument is a JSON list of jobs {"config": path, "term": step, "kill": step}: with `term` the process gets a SIGTERM as
-it logs that step, with `kill` it dies by SIGKILL. The samples of every step go to `seen-RANK.jsonl` in the run's folder.
+Its argument is a JSON list of jobs {"config": path, "term": step, "kill": step}: with `term` the process gets a SIGTERM
+as it logs that step, with `kill` it dies by SIGKILL. The samples of every step go to `seen-RANK.jsonl` in the run.
 """
 
 import json
