@@ -59,6 +59,14 @@ def test_an_engine_gives_ddps_losses_over_fifty_steps(two, logged, name):
     alike(logged, two[name], two["ddp"])
 
 
+def test_exposed_communication_is_told_apart(two, logged):
+    for name, config in two.items():
+        rows = [row for row in logged(config) if "loss" in row]
+        assert all(row["communication_seconds"] > 0 < row["forward_seconds"] for row in rows), name
+        parts = ("data", "forward", "backward", "communication", "optimizer")
+        assert all(sum(row[f"{p}_seconds"] for p in parts) <= 1.001 * row["step_seconds"] for row in rows), name
+
+
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "ddp"])
 def test_averages_batches_of_a_step_and_noise_are_the_same_on_every_engine(two, logged, name):
     alike(logged, two[f"{name}-average"], two["ddp-average"])
