@@ -1,0 +1,65 @@
+"""`make train` on several processes and several hosts."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
+from draftsmith.core.config_io import dump_config
+from draftsmith.core.run import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(*settings, **environment):
+    command = ["make", "-C", str(ROOT), "--no-print-directory", "NO_SETUP=1", f"PYTHON_GPU={sys.executable}", "train"]
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    env |= {"OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen([*command, *settings], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process, code=0):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out[-2000:] + err[-4000:]
+    return out, err
+
+
+def file_of(config, folder):
+    path = folder / f"{config.run.name}.yaml"
+    path.write_text(dump_config(config))
+    return f"CONFIG={path}"
+
+
+@pytest.mark.slow
+def test_make_train_starts_as_many_processes_as_it_is_told(place, tmp_path):
+    config = place("make-two", epochs=2, eval_interval=100, save_interval=100)
+    out, _ = ended(make("NPROC=2", file_of(config, tmp_path), "ARGS=train.shard=fsdp2 train.log_interval=3"))
+    assert "draft: 6 steps" in out and out.count("train: 6/6 steps") == 1
+    assert read_checkpoint(final_checkpoint(RunFolder.of(config), "test")).state["batches_per_step"] == 2
+
+
+@pytest.mark.slow
+def test_the_same_command_on_two_hosts_makes_one_training(place, tmp_path):
+    config = place("make-hosts", epochs=2, eval_interval=100, save_interval=100)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    file, where = file_of(config, tmp_path), {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    hosts = [make(file, **where, NODE_RANK=str(rank)) for rank in range(2)]
+    outs = [ended(host)[0] for host in hosts]
+    assert "draft: 6 steps" in outs[0] and "draft:" not in outs[1]
+    assert read_checkpoint(final_checkpoint(RunFolder.of(config), "test")).state["batches_per_step"] == 2
+
+
+def test_hosts_that_do_not_know_each_other_are_told_what_is_missing(tmp_path):
+    _, err = ended(make("CONFIG=none.yaml", NNODES="2"), code=2)
+    assert "NNODES is 2: set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR" in err
+
+
+def test_one_process_is_not_launched_by_torchrun():
+    out, _ = ended(make("-n", "CONFIG=some.yaml"))
+    assert "-m draftsmith train --config some.yaml" in out and "torch.distributed" not in out
