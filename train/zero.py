@@ -49,13 +49,12 @@ class ZeroEngine(Engine):
         ensure_group(self.accelerator)
         self.step = step
         self._torch = make_optimizer(self.trained())
-        with _local_rank():
-            self.module, self.optimizer, *_ = deepspeed.initialize(
-                model=step,
-                optimizer=self._torch,
-                config=deepspeed_config(given, self.config.train.max_grad_norm),
-                dist_init_required=False,
-            )
+        self.module, self.optimizer, *_ = deepspeed.initialize(
+            model=step,
+            optimizer=self._torch,
+            config=deepspeed_config(given, self.config.train.max_grad_norm),
+            dist_init_required=False,
+        )
         if self.stage == 3:
             # The passes read the draft's parameters directly, not through its modules: all are gathered before a pass.
             for parameter in self.draft.parameters():
@@ -141,6 +140,7 @@ class ZeroEngine(Engine):
 def _deepspeed(device: torch.device) -> Any:
     """The library, told what it would guess, and to speak up where something is wrong only."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")  # a process alone has none, and DeepSpeed asks for it at every pass
     try:
         import deepspeed
         from deepspeed.ops import __compatible_ops__
@@ -151,18 +151,6 @@ def _deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         __compatible_ops__["deepspeed_shm_comm"] = False  # compiled C++ that gloo can do without
     return deepspeed
-
-
-@contextmanager
-def _local_rank() -> Iterator[None]:
-    """DeepSpeed asks the environment for it, where a process alone has none; nobody else is to see it there."""
-    alone = "LOCAL_RANK" not in os.environ
-    os.environ.setdefault("LOCAL_RANK", "0")
-    try:
-        yield
-    finally:
-        if alone:
-            del os.environ["LOCAL_RANK"]
 
 
 def read_deepspeed_config(path: str) -> dict[str, Any]:
