@@ -29,7 +29,7 @@ NNODES ?= 1
 MASTER_PORT ?= 29500
 MANY := $(filter-out 1,$(NPROC) $(NNODES))
 HOSTS = --nnodes $(NNODES) --node-rank $(NODE_RANK) --master-addr $(MASTER_ADDR) --master-port $(MASTER_PORT)
-TORCHRUN = $(PY) -m torch.distributed.run $(if $(filter 1,$(NNODES)),--standalone,$(HOSTS)) --nproc-per-node $(NPROC)
+TORCHRUN = $(PY) -m draftsmith.train.launch $(if $(filter 1,$(NNODES)),--standalone,$(HOSTS)) --nproc-per-node $(NPROC)
 
 STAGES := prepare capture train eval export
 

@@ -1,9 +1,11 @@
 """`make train` on several processes and several hosts."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,40 @@ def test_the_same_command_on_two_hosts_makes_one_training(place, tmp_path):
     assert read_checkpoint(final_checkpoint(RunFolder.of(config), "test")).state["batches_per_step"] == 2
 
 
+@pytest.mark.slow
+def test_a_schedulers_signals_reach_every_process_and_the_launcher_ends_with_them(place, tmp_path):
+    """SIGUSR1 saves and goes on; SIGTERM saves, and the launcher's code is 0: torchrun alone would fail."""
+    config = place("launched", epochs=500, eval_interval=10**6, save_interval=10**6)
+    file = file_of(config, tmp_path).removeprefix("CONFIG=")
+    command = [sys.executable, "-m", "draftsmith.train.launch", "--standalone", "--nproc-per-node", "2"]
+    launched = subprocess.Popen(
+        [*command, "-m", "draftsmith", "train", "--config", file],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    run = RunFolder.of(config)
+    try:
+        wait_for(lambda: run.metrics.is_file() and run.metrics.read_text().count("\n") > 3, launched)
+        launched.send_signal(signal.SIGUSR1)
+        wait_for(run.complete_checkpoints, launched)
+        first = run.complete_checkpoints()[0]
+        seen = run.metrics.read_text().count("\n")
+        wait_for(lambda: run.metrics.read_text().count("\n") > seen + 3, launched)
+        launched.send_signal(signal.SIGTERM)
+        out, _ = ended(launched)
+    finally:
+        launched.kill()
+    steps = [int(p.name.removeprefix("step-")) for p in run.complete_checkpoints()]
+    assert steps[0] == int(first.name.removeprefix("step-")) < steps[1] < 1501
+    assert f"stopped by SIGTERM at step {steps[1]} of 1501" in " ".join(out.split())
+
+
+def wait_for(what, process):
+    end = time.monotonic() + 120
+    while not what():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.02)
+
+
 def test_hosts_that_do_not_know_each_other_are_told_what_is_missing(tmp_path):
     _, err = ended(make("CONFIG=none.yaml", NNODES="2"), code=2)
     assert "NNODES is 2: set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR" in err
@@ -62,4 +98,4 @@ def test_hosts_that_do_not_know_each_other_are_told_what_is_missing(tmp_path):
 
 def test_one_process_is_not_launched_by_torchrun():
     out, _ = ended(make("-n", "CONFIG=some.yaml"))
-    assert "-m draftsmith train --config some.yaml" in out and "torch.distributed" not in out
+    assert "-m draftsmith train --config some.yaml" in out and "draftsmith.train.launch" not in out
