@@ -1,4 +1,4 @@
-"""Where a step's time goes: forward, backward, optimizer, and what of them was spent waiting for the other ranks.
+"""Where a step's time goes: data, forward, backward, optimizer, and what of them was spent waiting for other ranks.
 
 On a GPU the parts are measured on its own stream, by events that nobody waits for before the figures are asked for.
 """
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-PARTS = ("forward", "backward", "communication", "optimizer")
+PARTS = ("data", "forward", "backward", "communication", "optimizer")
 
 
 class Clock:
-    """Seconds by part.
+    """Seconds by part; data is a batch's way to the device.
 
     Communication is exposed communication: a part is split where its own work has ended or not yet begun, and the
     optimizer's part holds the gathering of weights that ZeRO does in it.

@@ -167,9 +167,10 @@ class Trainer:
         config, accelerator = self.config.train, self.accelerator
         # The same number however a step's batches are spread over processes.
         of_all = (self.state.step * config.grad_accum_steps + number) * accelerator.num_processes
-        work = work.to(accelerator.device)
-        noisy = add_noise(work.batch, config, self.config.run.seed, of_all + accelerator.process_index)
-        work = replace(work, batch=noisy)
+        with self.clock.part("data"):
+            work = work.to(accelerator.device)
+            noisy = add_noise(work.batch, config, self.config.run.seed, of_all + accelerator.process_index)
+            work = replace(work, batch=noisy)
         with self.clock.part("forward"), self.engine.autocast():
             loss, sums = self.engine.module(work, weights_J)
         with self.clock.part("backward"):

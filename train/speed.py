@@ -9,7 +9,7 @@ from draftsmith.core.config import Config
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.losses import LossOptions
 from draftsmith.core.sizes import Workload, gpu_peak_flops, training_flops
-from draftsmith.train.clock import Clock
+from draftsmith.train.clock import PARTS, Clock
 from draftsmith.train.feed import Feed
 from draftsmith.train.step import Work
 
@@ -42,15 +42,16 @@ class Speed:
 
         Returns:
             tokens_per_second: of all ranks, saving and evaluating included. Of this rank, means of a step: step_seconds
-            (all of it), data_seconds (no batch was ready), forward_, backward_, communication_ and optimizer_seconds.
-            On a GPU gpu_memory_bytes, the most that was allocated; with a known peak `mfu`.
+            (all of it), data_seconds (no batch was ready, or it was on its way), forward_, backward_,
+            communication_ and optimizer_seconds. On a GPU gpu_memory_bytes, the most that was allocated; with a known
+            peak `mfu`.
         """
         now, waited = time.monotonic(), self._feed.waited
         seconds, steps = max(now - self._since, 1e-9), max(self._steps, 1)
         rate = self._tokens * self._processes / seconds
         figures = {"tokens_per_second": rate, "step_seconds": seconds / steps}
-        figures["data_seconds"] = (waited - self._waited) / steps
         figures |= {f"{part}_seconds": spent / steps for part, spent in self._clock.take().items()}
+        figures["data_seconds"] += (waited - self._waited) / steps
         if self._device.type == "cuda":
             figures["gpu_memory_bytes"] = torch.cuda.max_memory_allocated(self._device)
         if self._peak and self._tokens:
@@ -70,8 +71,7 @@ class Speed:
 def speed_shown(figures: dict[str, float]) -> dict[str, str]:
     """The same for the live progress: shares of a step, memory, utilisation."""
     step = figures["step_seconds"]
-    parts = ("data", "forward", "backward", "communication", "optimizer")
-    split = " ".join(f"{part[:4]} {100 * figures[f'{part}_seconds'] / step:.0f}%" for part in parts)
+    split = " ".join(f"{part[:4]} {100 * figures[f'{part}_seconds'] / step:.0f}%" for part in PARTS)
     shown = {"tok/s": f"{figures['tokens_per_second']:,.0f}", "step": f"{step:.3g} s ({split})"}
     if "gpu_memory_bytes" in figures:
         shown["GPU"] = f"{figures['gpu_memory_bytes'] / 2**30:.1f} GiB"

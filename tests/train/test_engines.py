@@ -9,6 +9,7 @@ from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
 from draftsmith.core.draft_folder import read_draft_folder
 from draftsmith.core.run import RunFolder
 from draftsmith.export.stage import export
+from draftsmith.train.stage import train
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
@@ -49,6 +50,8 @@ def two(place, ranks):
     # DeepSpeed's stage 3 changes torch.nn.functional.linear for good: it comes last.
     ordered = sorted(runs, key=lambda name: name.startswith("zero3"))
     ranks(2, *({"config": runs[name]} for name in ordered))
+    runs["alone-average"] = place("alone-average", **{**average, "grad_accum_steps": 4})
+    train(runs["alone-average"])
     return runs
 
 
@@ -61,6 +64,8 @@ def test_an_engine_gives_ddps_losses_over_fifty_steps(two, logged, name):
 
 def test_exposed_communication_is_told_apart(two, logged):
     for name, config in two.items():
+        if name == "alone-average":
+            continue
         rows = [row for row in logged(config) if "loss" in row]
         assert all(row["communication_seconds"] > 0 < row["forward_seconds"] for row in rows), name
         parts = ("data", "forward", "backward", "communication", "optimizer")
@@ -70,6 +75,12 @@ def test_exposed_communication_is_told_apart(two, logged):
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "ddp"])
 def test_averages_batches_of_a_step_and_noise_are_the_same_on_every_engine(two, logged, name):
     alike(logged, two[f"{name}-average"], two["ddp-average"])
+
+
+def test_two_processes_with_two_batches_equal_one_with_four(two, logged):
+    """T4: the mean is over the optimizer step, wherever its batches are."""
+    alike(logged, two["alone-average"], two["ddp-average"])
+    assert of(logged, two["alone-average"], "learning_rate") == of(logged, two["ddp-average"], "learning_rate")
 
 
 def test_a_draft_trained_by_stage_3_is_exported_whole_and_is_stage_1s(two):

@@ -1,6 +1,7 @@
 """`make train` on several processes and several hosts."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,6 +90,29 @@ def wait_for(what, process):
     while not what():
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_run_folder_do_not_train_apart(place, ranks, tmp_path, changed):
+    """R2: one would go on from its checkpoint, and the other begin."""
+    config = place("apart", epochs=2, eval_interval=100, save_interval=100, grad_accum_steps=2)
+    there = tmp_path / "there"
+    shutil.copytree(RunFolder.of(config).root, there / config.run.name)
+    ranks(1, {"config": config, "term": 2})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    hosts = []
+    for rank, folder in enumerate((RunFolder.of(config).root.parent, there)):
+        one = changed(config, run={"dir": str(folder)}, train={"grad_accum_steps": 1})
+        path = tmp_path / f"host-{rank}.yaml"
+        path.write_text(dump_config(one))
+        hosts.append(make(f"CONFIG={path}", **where, NODE_RANK=str(rank)))
+    for host in hosts:
+        _, err = ended(host, code=2)
+        assert "the processes see different checkpoints" in err and "step-0000003, None" in err
+        assert "a folder that all hosts share" in err
 
 
 def test_hosts_that_do_not_know_each_other_are_told_what_is_missing(tmp_path):
