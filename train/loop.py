@@ -201,6 +201,7 @@ class Trainer:
             accuracy_per_step=accuracy,
             learning_rate=learning_rate(config, self.state.step - 1, self.state.total_steps),
             grad_norm=norm if math.isfinite(norm) else None,
+            eta_seconds=(self.state.total_steps - self.state.step) * speed["step_seconds"],
             **speed,
             **self.feed.figures(),
         )

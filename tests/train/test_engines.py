@@ -145,6 +145,21 @@ def test_a_training_goes_on_with_any_engine_and_number_of_processes(stopped, log
     alike(logged, stopped["through"], stopped["fsdp2-straight"])
 
 
+def test_shares_of_unequal_size_are_saved_and_gone_on_from(place, ranks, logged, weights):
+    """Three processes divide no size of this draft: shares differ, and the last one is padded."""
+    options = {"epochs": 3, "ema_decay": 0.9, "save_interval": 4, "eval_interval": 5}
+    runs, jobs = {}, []
+    for name in ("fsdp2", "zero2", "zero3"):
+        runs[name] = [place(f"{name}-three-{kind}", **options, **ENGINES[name]) for kind in ("straight", "stopped")]
+        jobs += [{"config": runs[name][0]}, {"config": runs[name][1], "term": 3}, {"config": runs[name][1]}]
+    ranks(3, *jobs)
+    alone = place("three-alone", grad_accum_steps=3, **options)
+    train(alone)
+    for name, (straight, stopped) in runs.items():
+        assert weights(straight) == weights(stopped), name
+        alike(logged, stopped, alone)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ["ddp", "zero2"])
 def test_a_training_killed_by_sigkill_goes_on_bit_for_bit(place, ranks, weights, figures, name, processes):

@@ -138,6 +138,7 @@ def test_steps_that_are_not_finite_are_skipped_on_every_rank_and_engine(place, r
         "ddp": {},
         "fsdp2": {"shard": "fsdp2"},
         "zero2": {"engine": "deepspeed"},
+        "offload": {"engine": "deepspeed", "deepspeed_config": "zero2_offload"},
         "zero3": {"engine": "deepspeed", "deepspeed_config": "zero3"},
     }
     options = {"epochs": 2, "save_interval": 1, "eval_interval": 99, "keep_checkpoints": 99}

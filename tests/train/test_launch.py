@@ -40,8 +40,12 @@ def file_of(config, folder):
 @pytest.mark.slow
 def test_make_train_starts_as_many_processes_as_it_is_told(place, tmp_path):
     config = place("make-two", epochs=2, eval_interval=100, save_interval=100)
-    out, _ = ended(make("NPROC=2", file_of(config, tmp_path), "ARGS=train.shard=fsdp2 train.log_interval=3"))
+    options = "train.shard=fsdp2 train.log_interval=3 train.trackers=[tensorboard] train.profile_steps=[2,3]"
+    out, _ = ended(make("NPROC=2", file_of(config, tmp_path), f"ARGS={options}"))
     assert "draft: 6 steps" in out and out.count("train: 6/6 steps") == 1
+    root = RunFolder.of(config).root
+    assert len(list((root / "draftsmith-make-two").glob("events*"))) == 1
+    assert sorted(p.name for p in (root / "profile").glob("*.gz")) == ["rank-0.json.gz", "rank-1.json.gz"]
     assert read_checkpoint(final_checkpoint(RunFolder.of(config), "test")).state["batches_per_step"] == 2
 
 

@@ -33,6 +33,7 @@ def test_a_steps_time_is_split_into_its_parts(synthetic_run):
         assert all(spent >= 0 for spent in parts)
         assert sum(parts) <= row["step_seconds"] * 1.001
         assert row["forward_seconds"] > 0 and row["backward_seconds"] > 0 and row["optimizer_seconds"] > 0
+        assert row["eta_seconds"] == pytest.approx((11 - row["step"]) * row["step_seconds"])
         assert "mfu" not in row and "gpu_memory_bytes" not in row  # no GPU, and no known peak
     # Little of a step is anything else; the first one warms up, and evaluations and saves come between others.
     quiet = [row for row in rows[1:] if row["step"] in (2, 3, 8)]
