@@ -2,6 +2,8 @@
 #
 #   CONFIG=configs/x.yaml    the config of the stages         ARGS="train.epochs=2 ..."     overrides for a stage
 #   PYTEST_ARGS="-k store"   passed to pytest                 PYTHON=python3.11             which Python makes .venv
+#   NPROC=8                  processes of `make train` on this host, one a GPU; on several hosts the same command on each,
+#                            with NNODES, NODE_RANK (from 0), MASTER_ADDR and MASTER_PORT (29500) in the environment
 #   NO_SETUP=1               installs nothing: python3 on the PATH runs the folders as they are (GPU machines that
 #                            come with their own environment)
 
@@ -21,6 +23,13 @@ PY := $(VENV)/bin/python
 PY_GPU := $(or $(PYTHON_GPU),$(PY))
 DRAFTSMITH := $(VENV)/bin/draftsmith
 endif
+
+NPROC ?= 1
+NNODES ?= 1
+MASTER_PORT ?= 29500
+MANY := $(filter-out 1,$(NPROC) $(NNODES))
+HOSTS = --nnodes $(NNODES) --node-rank $(NODE_RANK) --master-addr $(MASTER_ADDR) --master-port $(MASTER_PORT)
+TORCHRUN = $(PY) -m draftsmith.train.launch $(if $(filter 1,$(NNODES)),--standalone,$(HOSTS)) --nproc-per-node $(NPROC)
 
 STAGES := prepare capture train eval export
 
@@ -50,8 +59,11 @@ prepare: setup ## Stage 1: conversations to samples, replies made by the target.
 capture: setup ## Stage 2: the target's hidden states, taken from vLLM.
 	@$(DRAFTSMITH) capture --config $(CONFIG) $(ARGS)
 
-train: setup ## Stage 3: the draft.
-	@$(DRAFTSMITH) train --config $(CONFIG) $(ARGS)
+train: setup ## Stage 3: the draft; NPROC=8 for eight GPUs.
+ifneq ($(NNODES),1)
+	$(if $(and $(NODE_RANK),$(MASTER_ADDR)),,$(error NNODES is $(NNODES): set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR))
+endif
+	@$(if $(MANY),$(TORCHRUN) -m draftsmith,$(DRAFTSMITH)) train --config $(CONFIG) $(ARGS)
 
 eval: setup ## Stage 4: acceptance, replayed offline and served by vLLM.
 	@$(DRAFTSMITH) eval --config $(CONFIG) $(ARGS)

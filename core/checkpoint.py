@@ -1,11 +1,11 @@
 """Checkpoint folders `step-NNNNNNN/`: the draft in float32, its shape, and what training needs to go on.
 
-draft.safetensors   parameters under vLLM's names, plus d2t and t2d
-draft.json          shape, layer ids, norm form
-own.safetensors     parameters that training goes on with, where draft.safetensors holds their running average
-optimizer.pt        optimizer and schedule (torch, loaded with weights_only)
-state.json          step, plan position, inputs
-COMPLETE            written last; a folder without it does not exist for anyone
+draft.safetensors      parameters under vLLM's names, plus d2t and t2d
+draft.json             shape, layer ids, norm form
+own.safetensors        parameters that training goes on with, where draft.safetensors holds their running average
+optimizer.safetensors  the optimizer's state, `parameter/kind`, whole and in float32 whatever the processes
+state.json             step, plan position, inputs; schedule, order, and noise follow from them
+COMPLETE               written last; a folder without it does not exist for anyone
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from draftsmith.core.run import COMPLETE, RunFolder
 from draftsmith.core.target import Target
 from draftsmith.core.target_weights import load_target_weights
 
-WEIGHTS, DRAFT, OPTIMIZER, STATE = "draft.safetensors", "draft.json", "optimizer.pt", "state.json"
+WEIGHTS, DRAFT, OPTIMIZER, STATE = "draft.safetensors", "draft.json", "optimizer.safetensors", "state.json"
 BEST = "best.json"  # beside the checkpoints: which of them had the highest replayed acceptance
 OWN = "own.safetensors"
 
@@ -65,7 +66,7 @@ def write_checkpoint(
     folder: Path,
     tensors: dict[str, Tensor],
     draft: dict[str, Any],
-    optimizer: dict[str, Any],
+    optimizer: dict[str, Tensor],
     state: dict[str, Any],
     own: dict[str, Tensor] | None = None,
 ) -> None:
@@ -75,20 +76,23 @@ def write_checkpoint(
         folder: `checkpoints/step-NNNNNNN`.
         tensors: the draft's float32 state dict plus `d2t` and `t2d`.
         draft: `shape`, `layer_ids`, `norm_form`.
-        optimizer: state dicts for torch.save.
+        optimizer: its state by `parameter/kind`.
         state: JSON-serialisable loop state.
         own: the weights of training, where `tensors` are an average of them.
     """
     with atomic_folder(folder, marker=COMPLETE) as tmp:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, tmp / WEIGHTS)
-        if own is not None:
-            save_file({k: v.contiguous() for k, v in own.items()}, tmp / OWN)
-        try:
-            torch.save(optimizer, tmp / OPTIMIZER)
-        except RuntimeError as error:  # torch's way to say that the disk is full
-            raise StageFailed(f"{folder} could not be written ({error}). Free space and run `train` again.") from None
+        for name, held in ((WEIGHTS, tensors), (OWN, own), (OPTIMIZER, optimizer)):
+            if held is not None:
+                _save(held, tmp / name)
         write_json(tmp / DRAFT, draft)
         write_json(tmp / STATE, state)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, path)
+    except SafetensorError as error:  # its way to say that the disk is full
+        raise StageFailed(f"{path} could not be written ({error}). Free space and run `train` again.") from None
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -111,6 +115,14 @@ def own_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     with reading(path, f"Delete {checkpoint.folder} and run `draftsmith train` again."):
         own: dict[str, Tensor] = load_file(path)
     return own
+
+
+def optimizer_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The optimizer's state by `parameter/kind`; empty where no step had been taken."""
+    path = checkpoint.folder / OPTIMIZER
+    with reading(path, f"Delete {checkpoint.folder} and run `draftsmith train` again."):
+        state: dict[str, Tensor] = load_file(path)
+    return state
 
 
 def final_checkpoint(run: RunFolder, needed_by: str) -> Path:

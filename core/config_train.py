@@ -54,10 +54,21 @@ class DraftConfig(Section):
 class TrainConfig(Section):
     """Training-time test of the EAGLE3 head."""
 
-    engine: Literal["accelerate", "torchspec"] = Field(
+    engine: Literal["accelerate", "deepspeed", "torchspec"] = Field(
         "accelerate",
-        description="accelerate: one process per GPU, or the CPU; torchspec: TorchSpec prefills and trains at once, on "
-        "one host or many (docs/torchspec.md).",
+        description="accelerate: one GPU or CPU, and on several processes DDP or what `shard` says; deepspeed: ZeRO, "
+        "as `deepspeed_config` says. The loss is the same, and a checkpoint of one is gone on from with the other. "
+        "torchspec: TorchSpec prefills and trains at once, on one host or many (docs/torchspec.md).",
+    )
+    shard: Literal["none", "fsdp2"] = Field(
+        "none",
+        description="Engine accelerate on several processes. none: DDP, every one holds all of the draft; fsdp2: "
+        "weights, gradients and optimizer state are shared out.",
+    )
+    deepspeed_config: str = Field(
+        "configs/deepspeed/zero2.json",
+        description="Engine deepspeed: its JSON file, yours or one of configs/deepspeed (zero1, zero2, zero3, "
+        "zero2_offload, zero3_offload). Optimizer, clipping, accumulation and precision are this config's business.",
     )
     ttt_steps: PositiveInt = Field(7, description="Training-time-test steps J.")
     step_decay: float = Field(0.8, gt=0.0, le=1.0, description="Step j weighs step_decay^(j-1) in the loss.")
@@ -105,6 +116,11 @@ class TrainConfig(Section):
     grad_accum_steps: PositiveInt = Field(
         1, description="Batches of one process that make one optimizer step; 4 on one process equal 1 on four."
     )
+    init_from: str | None = Field(
+        None,
+        description="Start from these weights, with their vocabulary mapping: a checkpoint `step-N` of draftsmith, or "
+        "the folder of any EAGLE3 draft of the same shape; null: as draft.init says.",
+    )
     epochs: PositiveInt = Field(10, description="Passes over the training samples.")
     learning_rate: float = Field(1.0e-4, gt=0.0)
     optimizer: Literal["adamw", "muon"] = Field(
@@ -137,7 +153,30 @@ class TrainConfig(Section):
     eval_interval: PositiveInt = Field(200, description="Optimizer steps between evaluations on held-out samples.")
     save_interval: PositiveInt = Field(200, description="Optimizer steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints that are kept, beside the best.")
+    profile_steps: list[PositiveInt] | None = Field(
+        None,
+        min_length=2,
+        max_length=2,
+        description="First and last optimizer step (from 1) that PyTorch's profiler records, into the run's "
+        "`profile/`; null: none.",
+    )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0.0,
+        description="Dense bfloat16 TFLOP/s of one GPU, which `mfu` is a share of; null: by the GPU's name, and no "
+        "`mfu` where it is not known.",
+    )
     trackers: list[Literal["wandb", "tensorboard", "trackio"]] = Field(
         default_factory=list, description="Accelerate trackers; metrics.jsonl is always written."
     )
     torchspec: TorchSpecConfig = TorchSpecConfig()
+
+    @model_validator(mode="after")
+    def _whole_matrices_for_muon(self) -> Self:
+        if self.optimizer == "muon" and (self.engine == "deepspeed" or self.shard != "none"):
+            raise ValueError("train.optimizer: muon needs whole matrices: train.engine accelerate, train.shard none")
+        if self.engine == "deepspeed" and self.shard != "none":
+            raise ValueError("train.shard belongs to the engine accelerate; deepspeed's stages do the same")
+        if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError("train.profile_steps: the first step comes after the last")
+        return self

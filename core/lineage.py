@@ -42,10 +42,15 @@ def check_upstream(config: Config, run: RunFolder, target: Target, states: dict[
 # Settings that change what training writes or holds on the way, but not the trained draft.
 _NO_INPUT = {
     "grad_accum_steps",  # times the processes it is an input: see the training's state
+    "engine",
+    "shard",
+    "deepspeed_config",
     "log_interval",
     "eval_interval",
     "save_interval",
     "keep_checkpoints",
+    "profile_steps",
+    "peak_tflops",
     "trackers",
     "max_skipped_steps",
     "logits_bytes",

@@ -26,8 +26,15 @@ class Meter:
     """Counts towards a total; `advance` also takes the figures to show beside the count."""
 
     def __init__(
-        self, label: str, total: int | None, unit: str, bar: tuple[Progress, Any] | None, start: int = 0
+        self,
+        label: str,
+        total: int | None,
+        unit: str,
+        bar: tuple[Progress, Any] | None,
+        start: int = 0,
+        silent: bool = False,
     ) -> None:
+        self._silent = silent
         self.label, self.total, self.unit = label, total, unit
         self._bar, self._start, self.done = bar, start, start
         self._begin = self._last = time.monotonic()
@@ -45,7 +52,7 @@ class Meter:
         if self._bar:
             progress, task = self._bar
             progress.update(task, completed=self.done, figures=self._text)
-        elif time.monotonic() - self._last >= _LINE_SECONDS:
+        elif not self._silent and time.monotonic() - self._last >= _LINE_SECONDS:
             self._last = time.monotonic()
             console.print(f"{self.label}: {self._state()}  {self._text}".rstrip())
 
@@ -69,6 +76,9 @@ def meter(label: str, total: int | None, unit: str, start: int = 0) -> Iterator[
         start: units that an earlier run had done.
     """
     begin = time.monotonic()
+    if os.environ.get("RANK", "0") != "0":  # the first process of a distributed run speaks for all
+        yield Meter(label, total, unit, None, start, silent=True)
+        return
     if console.is_terminal:
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit),

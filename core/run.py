@@ -84,6 +84,11 @@ class RunFolder:
         """Every logged scalar, one JSON object a line."""
         return self.root / "metrics.jsonl"
 
+    @property
+    def profile(self) -> Path:
+        """What PyTorch's profiler recorded."""
+        return self.root / "profile"
+
     @contextmanager
     def lock(self, side: str = "") -> Iterator[None]:
         """Keep other processes off the run while a stage works on it; the ranks of one torchrun share it.

@@ -19,6 +19,15 @@ _FLOAT8_MEMORY = 1.12
 # Prefill-only capture on H200s, seconds a token = fixed + per_parameter * active parameters on one GPU: through
 # 431,000 tokens/s of SmolLM2-135M on one GPU and 34,800 of MiniMax-M2.5's shape (fp8, 10.4e9 active) on two.
 H200_CAPTURE_FIXED, H200_CAPTURE_PER_PARAMETER = 1.62e-6, 5.23e-15
+# Dense bfloat16 FLOP/s by their data sheets, by what a GPU's name holds; the first that fits counts.
+_PEAK_FLOPS = {"B300": 2500e12, "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12,
+               "A100": 312e12, "A800": 312e12, "L40S": 362e12, "RTX 4090": 165e12}  # fmt: skip
+
+
+def gpu_peak_flops(name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU by its name; None: not known."""
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
 
 # Replies, of which nothing larger than SmolLM2-135M was measured: a token takes the host 30 us (31,800 and 33,100
 # tokens/s, benchmarks/data), and each step reads weights and cache at the share of the bandwidth that kernels reach.

@@ -4,30 +4,32 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from draftsmith.train.engine import Engine
 
 
 class Average:
-    """Averages of the parameters that are trained, in float32 where they lie.
+    """Averages of the parameters that are trained, in float32, of what this process holds of each.
 
     Args:
-        draft: on the device already.
+        engine: holds the draft.
         decay: what the average keeps of itself at each step.
-        kept: averages to go on from; None: begin at the weights.
+        kept: whole averages to go on from; None: begin at the weights.
     """
 
-    def __init__(self, draft: nn.Module, decay: float, kept: Mapping[str, Tensor] | None = None) -> None:
-        self._decay = decay
-        self._weights = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+    def __init__(self, engine: Engine, decay: float, kept: Mapping[str, Tensor] | None = None) -> None:
+        self._engine, self._decay = engine, decay
         self._average = {
-            name: (p if kept is None else kept[name]).detach().to(p.device, torch.float32, copy=True)
-            for name, p in self._weights.items()
+            name: (engine.local(p) if kept is None else engine.local_of(p, kept[name])).to(torch.float32, copy=True)
+            for name, p in engine.trained()
         }
 
+    @torch.no_grad()
     def update(self) -> None:
         """Take in the weights after an optimizer step."""
-        for name, weight in self._weights.items():
-            self._average[name].lerp_(weight.detach(), 1.0 - self._decay)
+        for name, weight in self._engine.trained():
+            self._average[name].lerp_(self._engine.local(weight), 1.0 - self._decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -38,6 +40,10 @@ class Average:
         finally:
             self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
-        for name, weight in self._weights.items():
-            weight.data, self._average[name] = self._average[name], weight.data
+        for name, weight in self._engine.trained():
+            own = self._engine.local(weight)
+            held = own.clone()
+            own.copy_(self._average[name])
+            self._average[name] = held

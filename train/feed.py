@@ -53,6 +53,11 @@ class Feed:
 
     def __init__(self, store: HiddenStateStore, config: Config, rank: int, world_size: int) -> None:
         self.store = store
+        if (numbers := store.numbers("train")) and not any(store.index[n]["supervised_tokens"] for n in numbers):
+            raise UserError(
+                f"no training sample of {store.folder} has a reply token: there is nothing to learn.",
+                "Run `draftsmith prepare --fresh`; `draftsmith data show` prints what is supervised.",
+            )
         self.plan = training_plan(store, config, rank, world_size)
 
     def __enter__(self) -> None:

@@ -4,8 +4,8 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -17,16 +17,23 @@ from draftsmith.core.errors import StageFailed
 from draftsmith.core.objective import StepSums, step_weights, supervised_rows
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.replay import SampleRounds, acceptance, walk
+from draftsmith.core.run import RunFolder
+from draftsmith.core.vocab import VocabMapping
 from draftsmith.data.batching import collate, plan_batches
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.train.average import Average
+from draftsmith.train.clock import Clock
+from draftsmith.train.engine import Engine
 from draftsmith.train.feed import Feed
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.noise import add_noise
 from draftsmith.train.optim import learning_rate
+from draftsmith.train.profiler import Window
 from draftsmith.train.signals import Signals
+from draftsmith.train.speed import Speed, speed_shown
 from draftsmith.train.state import TrainState, save
 from draftsmith.train.step import TrainingStep, Work
+from draftsmith.train.writer import Writer
 
 
 @dataclass
@@ -34,9 +41,10 @@ class Trainer:
     """What the loop works on.
 
     Attributes:
-        module: the training step as Accelerate prepared it; `step` is the module itself.
+        engine: the draft and its optimizer, on the processes that train it.
         feed: this rank's batches, step by step, over all epochs.
         held_out: sample numbers of the held-out split.
+        mapping: the draft's vocabulary.
         state: loop state; `state.step` optimizer steps are done.
         average: of the weights, where one is kept.
     """
@@ -44,29 +52,40 @@ class Trainer:
     config: Config
     accelerator: Accelerator
     store: HiddenStateStore
-    module: torch.nn.Module
+    engine: Engine
     step: TrainingStep
-    optimizer: torch.optim.Optimizer
     feed: Feed
     held_out: list[int]
     metrics: Metrics
+    mapping: VocabMapping
     state: TrainState
     average: Average | None = None
+    writer: Writer = field(default_factory=Writer)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            self.step.entered = self.clock.split
 
     def run(self) -> bool:
         """Train to the end of the plan, evaluating and saving on the way; False where SIGTERM ended it before."""
         config, total = self.config.train, self.state.total_steps
-        tokens, since = 0, time.monotonic()
-        with meter("train", total, "steps", start=self.state.step) as shown, Signals() as signals:
+        speed = Speed(self.config, self.accelerator, self.step.objective.draft.shape, self.clock, self.feed)
+        profile = Window(config.profile_steps, RunFolder.of(self.config).profile, self.accelerator.process_index)
+        with ExitStack() as stack:
+            shown = stack.enter_context(meter("train", total, "steps", start=self.state.step))
+            signals = stack.enter_context(Signals())
+            stack.enter_context(self.writer)
+            stack.callback(profile.close)
             for works in self._batches(self.state.step):
+                profile.begins(self.state.step + 1)
                 sums, rows, norm, (end, save_now) = self._optimizer_step(works, signals.take())
                 self._count_step()
-                tokens += sum(work.batch.num_tokens for work in works) * self.accelerator.num_processes
+                speed.count(works)
                 step, last = self.state.step, self.state.step == total
+                profile.ended(step)
                 if step % config.log_interval == 0 or last:
-                    now = time.monotonic()
-                    self._log(shown, sums, rows, norm, tokens / (now - since))
-                    tokens, since = 0, now
+                    self._log(shown, sums, rows, norm, speed.take())
                 if last:
                     self._check_something_was_learned()
                 best = (step % config.eval_interval == 0 or last) and self._evaluate()
@@ -119,27 +138,26 @@ class Trainer:
     ) -> tuple[StepSums, Tensor, float, tuple[bool, bool]]:
         """Sums and rows of the step, the gradient's norm, and what any rank's scheduler asked for."""
         config, accelerator = self.config.train, self.accelerator
-        for group in self.optimizer.param_groups:
+        for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.state.step, self.state.total_steps)
         own = torch.stack([supervised_rows(work.batch, config.ttt_steps) for work in works]).sum(0)
-        told = accelerator.reduce(torch.cat([own, torch.tensor(asked, dtype=own.dtype)]).to(accelerator.device))
+        with self.clock.part("communication"):
+            told = accelerator.reduce(torch.cat([own, torch.tensor(asked, dtype=own.dtype)]).to(accelerator.device))
         rows_J = told[:-2]
         # Gradients are averaged over ranks, and the loss is a sum over them.
         weights_J = step_weights(rows_J, config.step_decay) * accelerator.num_processes
         parts = []
         for i, work in enumerate(works):
-            alone = i + 1 < len(works)  # only the last batch's backward meets the other ranks
-            with accelerator.no_sync(self.module) if alone else nullcontext():
+            with self.engine.batch(last=i + 1 == len(works)):
                 parts.append(self._backward(work, i, weights_J))
-        norm = float(accelerator.clip_grad_norm_(self.step.objective.draft.parameters(), config.max_grad_norm))
+        with self.clock.part("optimizer"):
+            norm = self.engine.take_step(config.max_grad_norm)
         if math.isfinite(norm):
-            self.optimizer.step()
             self.state.skipped_in_a_row = 0
             if self.average:
                 self.average.update()
         else:
             self._skip([name for work in works for name in work.batch.sample_ids], norm)
-        self.optimizer.zero_grad()
         sums = StepSums(*(torch.stack(part).sum(0) for part in zip(*(vars(p).values() for p in parts), strict=True)))
         end, save_now = (told[-2:] > 0).tolist()
         return sums, rows_J, norm, (end, save_now)
@@ -149,12 +167,14 @@ class Trainer:
         config, accelerator = self.config.train, self.accelerator
         # The same number however a step's batches are spread over processes.
         of_all = (self.state.step * config.grad_accum_steps + number) * accelerator.num_processes
-        work = work.to(accelerator.device)
-        noisy = add_noise(work.batch, config, self.config.run.seed, of_all + accelerator.process_index)
-        work = replace(work, batch=noisy)
-        with accelerator.autocast():
-            loss, sums = self.module(work, weights_J)
-        accelerator.backward(loss)
+        with self.clock.part("data"):
+            work = work.to(accelerator.device)
+            noisy = add_noise(work.batch, config, self.config.run.seed, of_all + accelerator.process_index)
+            work = replace(work, batch=noisy)
+        with self.clock.part("forward"), self.engine.autocast():
+            loss, sums = self.engine.module(work, weights_J)
+        with self.clock.part("backward"):
+            self.engine.backward(loss)
         return sums  # type: ignore[no-any-return]
 
     def _skip(self, sample_ids: list[str], norm: float) -> None:
@@ -168,7 +188,7 @@ class Trainer:
                 f"{self.state.step + 1} (samples {', '.join(sample_ids[:3])}, ...); lower train.learning_rate."
             )
 
-    def _log(self, shown: Meter, sums: StepSums, rows_J: Tensor, norm: float, rate: float) -> None:
+    def _log(self, shown: Meter, sums: StepSums, rows_J: Tensor, norm: float, speed: dict[str, float]) -> None:
         config = self.config.train
         loss_J = self.accelerator.reduce(sums.loss_J) / rows_J.clamp_min(1)
         hits_J = self.accelerator.reduce(sums.hits_J) / rows_J.clamp_min(1)
@@ -181,21 +201,17 @@ class Trainer:
             accuracy_per_step=accuracy,
             learning_rate=learning_rate(config, self.state.step - 1, self.state.total_steps),
             grad_norm=norm if math.isfinite(norm) else None,
-            tokens_per_second=rate,
+            eta_seconds=(self.state.total_steps - self.state.step) * speed["step_seconds"],
+            **speed,
             **self.feed.figures(),
         )
-        figures = {
-            "loss": f"{loss:.3f}",
-            "acc": " ".join(f"{a:.2f}" for a in accuracy),
-            "tok/s": f"{rate:,.0f}",
-        }
-        shown.figures(**figures)
+        shown.figures(loss=f"{loss:.3f}", acc=" ".join(f"{a:.2f}" for a in accuracy), **speed_shown(speed))
 
     def _evaluate(self) -> bool:
         """Replay the held-out samples (every rank does the same small work); whether the draft is the best so far."""
         if not self.held_out:
             return False
-        with self.average.in_place() if self.average else nullcontext():
+        with self.average.in_place() if self.average else nullcontext(), self.engine.evaluating():
             replayed = torch.tensor(self._replay(), dtype=torch.float64, device=self.accelerator.device)
         # One figure for all ranks: they must agree on whether to save.
         length = float(self.accelerator.reduce(replayed) / self.accelerator.num_processes)
@@ -214,8 +230,8 @@ class Trainer:
         for batch_numbers in plan_batches(lengths, config.tokens_per_batch):
             batch = collate(self.store, [self.held_out[i] for i in batch_numbers])
             work = self.step.lay_out(batch).to(self.accelerator.device)
-            with self.accelerator.autocast():
-                leading, sums = self.step.matches(work)
+            with self.engine.autocast():
+                leading, sums = self.engine.module(work)
             rounds += walk(work.batch, leading, steps)
             totals += torch.stack([sums.loss_J, sums.rows_J, sums.hits_J])
         rows = totals[1].clamp_min(1)

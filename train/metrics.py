@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from draftsmith.core.atomic import write_text
 from draftsmith.core.config import Config
@@ -17,40 +18,48 @@ class Metrics:
     """Appends one JSON object a line; only the main process writes."""
 
     def __init__(self, path: Path, accelerator: Accelerator, config: Config, resumed_step: int) -> None:
-        self.path, self.accelerator, self.names = path, accelerator, config.train.trackers
-        self._trackers = bool(config.train.trackers)
+        self.path, self.accelerator = path, accelerator
         if accelerator.is_main_process:
             # What a killed run logged after its last checkpoint will be logged again.
             kept = [line for line in _lines(path) if json.loads(line)["step"] <= resumed_step]
             write_text(path, "".join(line + "\n" for line in kept))
-        if self._trackers:
-            self._start_trackers(config)
+        self._trackers = [t for name in config.train.trackers if (t := self._start(name, config))]
 
-    def _start_trackers(self, config: Config) -> None:
-        flat = _flat(config.model_dump(mode="json"))
-        folder = {"wandb": {"dir": str(self.path.parent)}}
+    def _start(self, name: str, config: Config) -> GeneralTracker | None:
+        """Start one of Accelerate's trackers; one that does not start leaves the others alone."""
+        flat, root = _flat(config.model_dump(mode="json")), str(self.path.parent)
         try:
-            self.accelerator.init_trackers(f"draftsmith-{config.run.name}", config=flat, init_kwargs=folder)
+            kind: Any = LOGGER_TYPE_TO_CLASS[name]
+            place = [root] if kind.requires_logging_directory else []
+            tracker: GeneralTracker = kind(
+                f"draftsmith-{config.run.name}", *place, **({"dir": root} if name == "wandb" else {})
+            )
+            tracker.start()
+            tracker.store_init_configuration(flat)
         except Exception as error:  # a tracker's outage must not cost a training run
-            say(f"warning: trackers {config.train.trackers} did not start ({error}); metrics.jsonl is still written")
-            self._trackers = False
+            say(f"warning: tracker {name} did not start ({error}); metrics.jsonl is still written")
+            return None
+        return tracker
 
     def log(self, step: int, **values: Any) -> None:
         """Record figures of an optimizer step; lists get one scalar per entry in the trackers."""
         if self.accelerator.is_main_process:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_finite({"step": step, "time": round(time.time(), 3), **values})) + "\n")
-        if self._trackers:
+        for tracker in list(self._trackers):
             try:
-                self.accelerator.log(_flat(values), step=step)
+                tracker.log(_flat(values), step=step)
             except Exception as error:  # as at the start: training goes on
-                say(f"warning: trackers {self.names} failed ({error}); metrics.jsonl is still written")
-                self._trackers = False
+                say(f"warning: tracker {tracker.name} failed ({error}); metrics.jsonl is still written")
+                self._trackers.remove(tracker)
 
     def close(self) -> None:
         """Let the trackers finish."""
-        if self._trackers:
-            self.accelerator.end_training()
+        for tracker in self._trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                say(f"warning: tracker {tracker.name} did not finish ({error}); metrics.jsonl has every figure")
 
 
 def _finite(value: Any) -> Any:

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import gather_object, set_seed
 
-from draftsmith.core.checkpoint import Checkpoint, build_objective, own_weights, read_checkpoint
+from draftsmith.core.checkpoint import Checkpoint, build_objective, optimizer_state, own_weights, read_checkpoint
 from draftsmith.core.config import Config
-from draftsmith.core.draft_shape import resolve_shape
-from draftsmith.core.engine import has_bfloat16
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.lineage import check_upstream, train_inputs
 from draftsmith.core.losses import LossOptions
@@ -21,15 +20,16 @@ from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
-from draftsmith.core.vocab import load_mapping
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.train import torchspec
 from draftsmith.train.average import Average
+from draftsmith.train.engine import Engine, make_accelerator, open_engine
 from draftsmith.train.feed import Feed, nothing_to_check, open_feed, open_store
 from draftsmith.train.loop import Trainer
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import make_optimizer
-from draftsmith.train.state import TrainState, load_optimizer
+from draftsmith.train.start import Start, starting_point
+from draftsmith.train.state import TrainState
 from draftsmith.train.step import TrainingStep, fused_dtype
 
 # Share of the random initial fc that stays beside the identity; 0, 0.1 and 1 reach the same within seeds' noise.
@@ -53,11 +53,11 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     store = open_store(config)
     target = resolve_target(config.target)
     check_upstream(config, run, target, store.manifest)
-    vocab = len(load_mapping(run.vocab_mapping).d2t)
-    shape = resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), vocab)
-    accelerator = _accelerator(config, run)
+    accelerator = make_accelerator(run)
+    engine = open_engine(config, accelerator)
+    start = starting_point(config, run, target, store.manifest["layer_ids"])
     # What this machine cannot run is refused before anything is written.
-    fused_dtype(config.train, shape, accelerator.device, accelerator.mixed_precision == "bf16")
+    fused_dtype(config.train, start.shape, accelerator.device, engine.half)
     inputs = train_inputs(config, run)
     feed = open_feed(store, config, accelerator.process_index, accelerator.num_processes, check_capture)
     total = len(feed.plan) // config.train.grad_accum_steps
@@ -65,9 +65,9 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
         raise UserError(f"{run.hidden_states} holds no training sample.", "Add prompts, or lower data.eval_share.")
     batches_per_step = accelerator.num_processes * config.train.grad_accum_steps
     state = TrainState(0, total, 0, batches_per_step, inputs)
-    checkpoint = _newest(run, state)
+    checkpoint = _newest(run, state, accelerator)
     if checkpoint and checkpoint.state["step"] == checkpoint.state["total_steps"]:
-        if not read_manifest(run.checkpoints):  # killed between the last checkpoint and this
+        if accelerator.is_main_process and not read_manifest(run.checkpoints):  # killed before this
             _write_manifest(run, checkpoint.state)
         say(f"draft: {checkpoint.folder} (already there)")
         return
@@ -76,7 +76,7 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     set_seed(config.run.seed)
     try:
         feed.start(checkpoint.state["step"] * config.train.grad_accum_steps if checkpoint else 0)
-        trainer = _trainer(config, run, store, target, accelerator, feed, state, checkpoint)
+        trainer = _trainer(config, run, store, target, engine, feed, state, start, checkpoint)
         finished = trainer.run()
     except torch.OutOfMemoryError as error:
         raise StageFailed(
@@ -100,20 +100,15 @@ def _write_manifest(run: RunFolder, state: dict[str, Any]) -> None:
     write_manifest(run.checkpoints, "train", state["inputs"], outputs)
 
 
-def _accelerator(config: Config, run: RunFolder) -> Accelerator:
-    wanted = config.train.precision
-    half = wanted == "bfloat16" or (wanted == "auto" and has_bfloat16())
-    return Accelerator(
-        # The frozen embedding and heads are buffers: alike on every rank, and far too large to send at every step.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-        mixed_precision="bf16" if half else "no",
-        log_with=list(config.train.trackers) or None,
-        project_dir=str(run.root),
-    )
-
-
-def _newest(run: RunFolder, state: TrainState) -> Checkpoint | None:
+def _newest(run: RunFolder, state: TrainState, accelerator: Accelerator) -> Checkpoint | None:
+    accelerator.wait_for_everyone()  # with --fresh the main process has deleted what was there
     done = run.complete_checkpoints()
+    names = gather_object([done[-1].name if done else None])
+    if len(set(names)) > 1:
+        raise UserError(
+            f"the processes see different checkpoints in {run.checkpoints}: {', '.join(map(str, names))}.",
+            "Let run.dir be a folder that all hosts share.",
+        )
     if not done:
         return None
     checkpoint = read_checkpoint(done[-1])
@@ -134,36 +129,38 @@ def _trainer(
     run: RunFolder,
     store: HiddenStateStore,
     target: Target,
-    accelerator: Accelerator,
+    engine: Engine,
     feed: Feed,
     state: TrainState,
+    start: Start,
     checkpoint: Checkpoint | None,
 ) -> Trainer:
-    mapping = load_mapping(run.vocab_mapping)
-    shape = resolve_shape(config.draft, target, len(store.manifest["layer_ids"]), len(mapping.d2t))
+    shape, target_ids = start.shape, torch.from_numpy(start.mapping.target_ids)
     norm_form = store.manifest["last_state"]["norm_form"]
     loss = LossOptions.of(config.train)
-    bare = build_objective(target, shape, torch.from_numpy(mapping.target_ids), norm_form, loss)
+    bare = build_objective(target, shape, target_ids, norm_form, loss)
     if checkpoint:
         bare.draft.load_state_dict(own_weights(checkpoint))
         for name in ("step", "skipped_in_a_row", "skipped", "best"):
             setattr(state, name, checkpoint.state[name])
         say(f"draft: going on from step {state.step} of {state.total_steps}")
+    elif start.tensors:
+        bare.draft.load_state_dict(start.tensors)
+        say(f"draft: starting from {config.train.init_from}, with its vocabulary of {shape.draft_vocab_size} tokens")
     elif config.draft.init == "target":
-        init_from_target(bare, target, torch.from_numpy(mapping.target_ids))
+        init_from_target(bare, target, target_ids)
     bare.draft.lm_head.requires_grad_(config.draft.train_lm_head)
-    optimizer: Any = make_optimizer(
-        config.train, [(name, p) for name, p in bare.draft.named_parameters() if p.requires_grad]
-    )
-    half = accelerator.mixed_precision == "bf16"
-    step = TrainingStep(bare, config.train, fused_dtype(config.train, shape, accelerator.device, half))
-    module, optimizer = accelerator.prepare(step, optimizer)
+    accelerator = engine.accelerator
+    step = TrainingStep(bare, config.train, fused_dtype(config.train, shape, accelerator.device, engine.half))
+    engine.prepare(step, partial(make_optimizer, config.train))
     if checkpoint:
-        load_optimizer(checkpoint, optimizer)
+        engine.load_optimizer(optimizer_state(checkpoint))
     decay, kept = config.train.ema_decay, checkpoint.tensors if checkpoint else None
-    average = Average(step.objective.draft, decay, kept) if decay else None
+    average = Average(engine, decay, kept) if decay else None
     metrics, held_out = Metrics(run.metrics, accelerator, config, state.step), store.numbers("eval")
-    return Trainer(config, accelerator, store, module, step, optimizer, feed, held_out, metrics, state, average)
+    return Trainer(
+        config, accelerator, store, engine, engine.step, feed, held_out, metrics, start.mapping, state, average
+    )
 
 
 def init_from_target(objective: Objective, target: Target, target_ids: torch.Tensor) -> None:

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from draftsmith.core.atomic import write_json
-from draftsmith.core.checkpoint import BEST, OPTIMIZER, Checkpoint, write_checkpoint
-from draftsmith.core.damage import reading
+from draftsmith.core.atomic import TMP_MARK, write_json
+from draftsmith.core.checkpoint import BEST, write_checkpoint
 from draftsmith.core.run import RunFolder
-from draftsmith.core.vocab import load_mapping
 
 if TYPE_CHECKING:
     from draftsmith.train.loop import Trainer
@@ -42,51 +40,53 @@ class TrainState:
 
 
 def save(trainer: "Trainer") -> None:
-    """Write `checkpoints/step-NNNNNNN` from the main process.
+    """Write `checkpoints/step-NNNNNNN` from the main process, on the writer's thread: the tensors are copies.
 
     The newest `keep_checkpoints` and the best are kept, the others dropped; `checkpoints/best.json` names the best.
     """
+    engine, average = trainer.engine, trainer.average
     trainer.accelerator.wait_for_everyone()
+    weights, optimizer = engine.weights(), engine.optimizer_state()
+    tensors = weights
+    if average:
+        with average.in_place():
+            tensors = engine.weights()
     if not trainer.accelerator.is_main_process:
         return
-    run = RunFolder.of(trainer.config)
-    mapping = load_mapping(run.vocab_mapping)
-    draft = trainer.step.objective.draft
-    weights = _on_cpu(draft)
-    tensors = weights
-    if trainer.average:
-        with trainer.average.in_place():
-            tensors = _on_cpu(draft)
+    run, mapping, manifest = RunFolder.of(trainer.config), trainer.mapping, trainer.store.manifest
     mapped = {"d2t": torch.from_numpy(mapping.d2t), "t2d": torch.from_numpy(mapping.t2d)}
-    manifest = trainer.store.manifest
     described = {
-        "shape": draft.shape.to_dict(),
+        "shape": trainer.step.objective.draft.shape.to_dict(),
         "layer_ids": manifest["layer_ids"],
         "norm_form": manifest["last_state"]["norm_form"],
     }
-    folder, state = checkpoint_folder(run, trainer.state.step), trainer.state
-    own = weights if trainer.average else None
-    write_checkpoint(folder, tensors | mapped, described, trainer.optimizer.state_dict(), asdict(state), own)
-    best = checkpoint_folder(run, state.best["step"]) if state.best else folder
-    if state.best:
-        write_json(run.checkpoints / BEST, {"checkpoint": best.name, **state.best})
-    for old in run.complete_checkpoints()[: -trainer.config.train.keep_checkpoints]:
+    state, own = asdict(trainer.state), weights if average else None
+    keep = trainer.config.train.keep_checkpoints
+    trainer.writer.submit(lambda: _write(run, {**tensors, **mapped}, described, optimizer, state, own, keep))
+
+
+def _write(
+    run: RunFolder,
+    tensors: dict[str, Tensor],
+    described: dict[str, Any],
+    optimizer: dict[str, Tensor],
+    state: dict[str, Any],
+    own: dict[str, Tensor] | None,
+    keep: int,
+) -> None:
+    folder = checkpoint_folder(run, state["step"])
+    write_checkpoint(folder, tensors, described, optimizer, state, own)
+    best = folder
+    if state["best"]:
+        best = checkpoint_folder(run, state["best"]["step"])
+        write_json(run.checkpoints / BEST, {"checkpoint": best.name, **state["best"]})
+    for old in run.complete_checkpoints()[:-keep]:
         if old != best:
-            shutil.rmtree(old)
+            going = old.with_name(f"{TMP_MARK}{old.name}")  # no folder is half deleted under its own name
+            old.rename(going)
+            shutil.rmtree(going)
 
 
 def checkpoint_folder(run: RunFolder, step: int) -> Path:
     """Where the checkpoint of an optimizer step lies."""
     return run.checkpoints / f"step-{step:07d}"
-
-
-def _on_cpu(draft: nn.Module) -> dict[str, Tensor]:
-    # A copy: on a CPU the averages and the weights change places.
-    return {k: v.detach().to("cpu", torch.float32, copy=True) for k, v in draft.state_dict().items()}
-
-
-def load_optimizer(checkpoint: Checkpoint, optimizer: Any) -> None:
-    """Put the optimizer where the checkpoint left it."""
-    path: Path = checkpoint.folder / OPTIMIZER
-    with reading(path, f"Delete {checkpoint.folder} and run `draftsmith train` again."):
-        optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

@@ -1,5 +1,6 @@
 """What one training step computes: the eager unroll, or the fused pass where there is a GPU for it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ class TrainingStep(nn.Module):
         """
         super().__init__()
         self.objective, self.config, self.fused_dtype = objective, config, fused_dtype
+        self.entered: Callable[[list[nn.Parameter]], None] | None = None  # told when the parameters are here
 
     def lay_out(self, batch: Batch) -> Work:
         """What can be prepared on the host, while the GPU works on the batch before."""
@@ -56,13 +58,18 @@ class TrainingStep(nn.Module):
         whole = self.config.attention == "auto" and self.fused_dtype is torch.bfloat16
         return Work(batch, lay_out(batch, steps, label_rows, shape.sliding_window, whole))
 
-    def forward(self, work: Work, weights_J: Tensor) -> tuple[Tensor, StepSums]:
+    def forward(self, work: Work, weights_J: Tensor | None = None) -> tuple[Tensor, StepSums]:
         """sum_j weights[j] * (loss sum of step j), and every step's sums.
 
         Args:
             work: on the device.
-            weights_J: float32: what a row's loss weighs at every step.
+            weights_J: float32: what a row's loss weighs at every step; None: `matches` is asked instead, through what
+                gathers the parameters for a forward pass.
         """
+        if weights_J is None:
+            return self.matches(work)
+        if self.entered:
+            self.entered([p for p in self.objective.draft.parameters() if p.requires_grad])
         if self.fused_dtype is not None and work.layout is not None:
             from draftsmith.core.fused.objective import fused_loss
 

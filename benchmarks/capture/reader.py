@@ -144,10 +144,10 @@ def waits(store: HiddenStateStore, args: argparse.Namespace) -> dict[str, float]
     config, cuda = Config.model_validate({"train": train}), torch.cuda.is_available()
     feed = Feed(store, config, 0, 1)
     step, work_on = fused_step(config) if cuda else slept_step(config, args.step_ms)
-    there: Any = SimpleNamespace(device=torch.device("cuda" if cuda else "cpu"))
+    there: Any = SimpleNamespace(device=torch.device("cuda" if cuda else "cpu"), num_processes=1)
     state = TrainState(0, min(len(feed.plan), args.steps + args.warmup), 0, 1, {})
     nothing: Any = None
-    trainer = Trainer(config, there, store, nothing, step, nothing, feed, [], nothing, state)
+    trainer = Trainer(config, there, store, nothing, step, feed, [], nothing, nothing, state)
     began = time.perf_counter()
     for number, works in enumerate(trainer._batches(0)):
         if number == args.warmup:

@@ -40,18 +40,18 @@ def shape(draft_vocab: int, **changed: int) -> DraftShape:
     return DraftShape(**{**fields, **changed})
 
 
-def build(draft_vocab: int, device: str) -> Objective:
+def build(draft_vocab: int, device: str, of: DraftShape | None = None) -> Objective:
     torch.manual_seed(0)
     with torch.device(device):
-        s = shape(draft_vocab)
-        embed = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16) * 0.02
+        s = of or shape(draft_vocab)
+        embed = torch.randn(s.vocab_size, s.hidden_size, dtype=torch.bfloat16) * 0.02
         draft = DraftModel(s, embed)
         for p in draft.parameters():
             if p.dim() > 1:
                 torch.nn.init.normal_(p, std=0.02)
-        ids = torch.randperm(VOCAB)[:draft_vocab].sort().values
+        ids = torch.randperm(s.vocab_size)[:draft_vocab].sort().values
         head = TargetHead(
-            torch.randn(draft_vocab, HIDDEN, dtype=torch.bfloat16) * 0.02, torch.ones(HIDDEN), "rms", 1e-6
+            torch.randn(draft_vocab, s.hidden_size, dtype=torch.bfloat16) * 0.02, torch.ones(s.hidden_size), "rms", 1e-6
         )
         return Objective(draft, head, ids)
 
@@ -62,7 +62,8 @@ def documents(workload: str, tokens: int, seed: int) -> list[tuple[int, int]]:
     return [(d.length, d.reply_start) for d in made]
 
 
-def make_batch(docs: list[tuple[int, int]]) -> Batch:
+def make_batch(docs: list[tuple[int, int]], device: str = "cuda", of: DraftShape | None = None) -> Batch:
+    hidden, vocab = (of.hidden_size, of.vocab_size) if of else (HIDDEN, VOCAB)
     offsets = [0]
     for length, _ in docs:
         offsets.append(offsets[-1] + length)
@@ -71,15 +72,15 @@ def make_batch(docs: list[tuple[int, int]]) -> Batch:
     for (length, first), begin in zip(docs, offsets[:-1], strict=True):
         mask[begin + first : begin + length] = True
     labels = [b + t for (n, f), b in zip(docs, offsets[:-1], strict=True) for t in range(max(f - 1, 0), n - 1)]
-    g = torch.Generator("cuda").manual_seed(1)
+    g = torch.Generator(device).manual_seed(1)
     return Batch(
         sample_ids=tuple(str(i) for i in range(len(docs))),
         offsets=tuple(offsets),
-        input_ids_T=torch.randint(VOCAB, (total,)),
+        input_ids_T=torch.randint(vocab, (total,)),
         loss_mask_T=mask,
         positions_T=torch.cat([torch.arange(n) for n, _ in docs]),
-        aux_TAH=torch.randn(total, 3, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=g),
-        last_MH=torch.randn(len(labels), HIDDEN, device="cuda", dtype=torch.bfloat16, generator=g),
+        aux_TAH=torch.randn(total, 3, hidden, device=device, dtype=torch.bfloat16, generator=g),
+        last_MH=torch.randn(len(labels), hidden, device=device, dtype=torch.bfloat16, generator=g),
         last_rows_M=torch.tensor(labels),
     )
 

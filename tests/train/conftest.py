@@ -1,12 +1,18 @@
 """A run for spool mode, and what tests compare of trainings."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import spool_sides
 
 from draftsmith.core.checkpoint import final_checkpoint
+from draftsmith.core.config import Config
+from draftsmith.core.config_io import dump_config, load_config
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import TrainSamples, read_samples
 from draftsmith.core.target import resolve_layer_ids, resolve_target
@@ -18,7 +24,7 @@ from draftsmith.hidden_state_capture.writer import SampleStates, ShardWriter, Wr
 
 # A step has about 26,000 bytes: three shards fit, of a step each.
 SPOOL = {"mode": "spool", "spool_bytes": 100_000, "spool_capture": "own", "shard_bytes": 16 * 1024}
-CLOCK = ("time", "tokens_per_second", "data_wait_seconds", "capture_wait_seconds", "spool_bytes", "spool_peak_bytes")
+CLOCK = ("time", "tokens_per_second", "_seconds", "spool_bytes", "spool_peak_bytes")
 
 
 @pytest.fixture
@@ -76,7 +82,7 @@ def figures(logged):
     """`figures(config)`: what was logged, without what the clock and the spool decide."""
 
     def read(config):
-        return [{k: v for k, v in row.items() if k not in CLOCK} for row in logged(config)]
+        return [{k: v for k, v in row.items() if not k.endswith(CLOCK)} for row in logged(config)]
 
     return read
 
@@ -101,3 +107,41 @@ def plan_of():
         return spool_plan(TrainSamples(run.samples), config, states, world_size)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory, _built_run):
+    """`place("name", ema_decay=0.9)`: a captured run of its own with these settings of `train`, in float32."""
+    folder = tmp_path_factory.mktemp("placed")
+    built = _built_run / "runs" / "test"
+
+    def make(name, **settings):
+        if not (folder / name).exists():
+            shutil.copytree(built, folder / name)
+        tree = load_config(built / "config.yaml").model_dump()
+        tree["run"] |= {"dir": str(folder), "name": name}
+        tree["train"] |= {"precision": "float32", **settings}
+        return Config.model_validate(tree)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """`ranks(2, {"config": config, "term": 5}, ...)`: train on so many processes, one job after another (ranks.py)."""
+    folder = tmp_path_factory.mktemp("jobs")
+
+    def run(processes, *jobs, dies=False):
+        told = []
+        for i, job in enumerate(jobs):
+            file = folder / f"{len(list(folder.iterdir()))}-{i}.yaml"
+            file.write_text(dump_config(job["config"]))
+            told.append({**job, "config": str(file)})
+        many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*(many if processes > 1 else []), str(Path(__file__).parent / "ranks.py"), json.dumps(told)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=600)
+        assert (done.returncode != 0) == dies, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout
+
+    return run

@@ -60,8 +60,8 @@ def test_many_small_batches_equal_a_large_one(synthetic_run, changed, logged):
     """T4: all training samples make a step, as eight batches (some without a sample), or as one."""
     small, large = copies(
         synthetic_run, changed,
-        {"epochs": 4, "grad_accum_steps": 8, "eval_interval": 2},
-        {"epochs": 4, "tokens_per_batch": 10**6, "eval_interval": 2},
+        {"epochs": 4, "grad_accum_steps": 8, "eval_interval": 2, "precision": "float32"},
+        {"epochs": 4, "tokens_per_batch": 10**6, "eval_interval": 2, "precision": "float32"},
     )  # fmt: skip
     train(small)
     train(large)
@@ -73,7 +73,7 @@ def test_many_small_batches_equal_a_large_one(synthetic_run, changed, logged):
 @pytest.mark.slow
 def test_two_processes_equal_two_batches_of_one_and_go_on_from_them(synthetic_run, changed, logged, config_file):
     """T1, T4, T8, R2: the same steps, rates, noise and losses; a rank without samples keeps step, and nothing hangs."""
-    options = {"hidden_noise": 0.1, "epochs": 3}
+    options = {"hidden_noise": 0.1, "epochs": 3, "precision": "float32"}
     one, two = copies(synthetic_run, changed, {**options, "grad_accum_steps": 2}, {**options, "grad_accum_steps": 2})
     train(one)
     ended_by(two, signal.SIGTERM, 2)

@@ -39,7 +39,7 @@ def logged(config):
 def figures(config):
     """What was logged, without what the clock decides."""
     return [
-        {k: v for k, v in row.items() if k not in ("time", "tokens_per_second", "data_wait_seconds")}
+        {k: v for k, v in row.items() if not k.endswith(("time", "tokens_per_second", "_seconds"))}
         for row in logged(config)
     ]
 

@@ -1,0 +1,191 @@
+"""DeepSpeed's ZeRO-1, 2 and 3, with weights in float32 and torch's own optimizer.
+
+ZeRO averages gradients, clips them, skips a step whose norm is not finite, and steps. The loop owns the rest: which
+batch is a step's last, the learning rate, what the loss is a mean over. Checkpoints are not DeepSpeed's but ours, of
+whole tensors, so that another number of processes, stage or engine goes on from them.
+"""
+
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.core.damage import reading
+from draftsmith.core.errors import UserError
+from draftsmith.train.engine import Engine, MakeOptimizer, ensure_group, of_parameter
+from draftsmith.train.step import TrainingStep
+
+# What the config of the run decides, by its key there.
+_OURS = {
+    "optimizer": "train.optimizer", "scheduler": "train.schedule", "gradient_clipping": "train.max_grad_norm",
+    "gradient_accumulation_steps": "train.grad_accum_steps", "train_batch_size": "train.tokens_per_batch",
+    "train_micro_batch_size_per_gpu": "train.tokens_per_batch", "fp16": "train.precision", "bf16": "train.precision",
+    "torch_autocast": "train.precision", "amp": "train.precision",
+}  # fmt: skip
+_MEND = "Take the file as a start that configs/deepspeed has for the stage, e.g. zero2.json."
+
+
+class ZeroEngine(Engine):
+    """The optimizer's state (stage 1), gradients too (2), weights too (3) shared out over the processes."""
+
+    def prepare(self, step: TrainingStep, make_optimizer: MakeOptimizer) -> None:
+        """Hand draft and optimizer to DeepSpeed.
+
+        Raises:
+            UserError: DeepSpeed is not installed, or its config asks for what is not its business.
+        """
+        deepspeed = _deepspeed(self.accelerator.device)
+        given = read_deepspeed_config(self.config.train.deepspeed_config)
+        self.stage: int = given["zero_optimization"]["stage"]
+        ensure_group(self.accelerator)
+        self.step = step
+        self._torch = make_optimizer(self.trained())
+        self.module, self.optimizer, *_ = deepspeed.initialize(
+            model=step,
+            optimizer=self._torch,
+            config=deepspeed_config(given, self.config.train.max_grad_norm),
+            dist_init_required=False,
+        )
+        if self.stage == 3:
+            # The passes read the draft's parameters directly, not through its modules: all are gathered before a pass.
+            for parameter in self.draft.parameters():
+                deepspeed.zero.register_external_parameter(step, parameter)
+
+    @contextmanager
+    def batch(self, last: bool) -> Iterator[None]:
+        """Gradients of all batches of a step are added up, wherever the stage keeps them."""
+        self.module.set_gradient_accumulation_boundary(is_boundary=last)  # type: ignore[operator]
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a batch's gradient, averaged over the ranks."""
+        self.module.backward(loss)  # type: ignore[operator]
+
+    def take_step(self, max_norm: float) -> float:
+        """Clip, step unless a gradient is not finite, and drop the gradients; their norm before it was clipped."""
+        self.module.step()  # type: ignore[operator]
+        norm = float(self.module.get_global_grad_norm())  # type: ignore[operator]
+        return norm if self.module.was_step_applied() else math.inf  # type: ignore[operator]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter, whole, in float32 on the CPU, a copy; all ranks ask, the main process gets them."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters(list(self.draft.parameters()), enabled=self.stage == 3):
+            return super().weights()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """`parameter/kind` -> state, whole, on the CPU, a copy; all ranks ask, the main process gets them."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        states = [state for state in self._torch.state.values() if state]
+        if not states:  # no step has been taken
+            return {}
+        kinds = [kind for kind, t in states[0].items() if t.dim()]
+        copies: dict[str, Tensor] = {}
+        for name, parameter in self.trained():
+            for kind in kinds:
+                copies |= self._copies({f"{name}/{kind}": safe_get_full_optimizer_state(parameter, kind)})
+            copies |= self._copies({f"{name}/{kind}": t for kind, t in states[0].items() if not t.dim()})
+        return copies
+
+    def load_optimizer(self, kept: Mapping[str, Tensor]) -> None:
+        """Go on from what `optimizer_state` gave, whichever engine it was."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if not kept:
+            return
+        one = of_parameter(kept, self.trained()[0][0])
+        # ZeRO makes the state at its first step; here it has to be there before, for every flat part of the weights.
+        for flat in self._flat_parts():
+            self._torch.state[flat] = {
+                kind: torch.zeros_like(flat) if t.dim() else t.to(flat.device, copy=True) for kind, t in one.items()
+            }
+        if self.stage < 3:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self.trained():
+            for kind, tensor in of_parameter(kept, name).items():
+                if tensor.dim() and self.stage == 3:
+                    safe_set_local_optimizer_state(parameter, self.share(parameter, tensor), kind)
+                elif tensor.dim():
+                    safe_set_full_optimizer_state(parameter, tensor, kind)
+
+    def _flat_parts(self) -> list[Tensor]:
+        zero = self.optimizer
+        return list(zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups)
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """This process's part of a parameter; writing into it changes the parameter."""
+        return parameter.ds_tensor.detach() if self.stage == 3 else parameter.detach()  # type: ignore[attr-defined]
+
+    def share(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """A whole tensor of a parameter's shape, as this process holds that parameter."""
+        if self.stage < 3:
+            return whole.to(parameter.device)
+        held = parameter.ds_tensor  # type: ignore[attr-defined]
+        begin = held.ds_numel * self.accelerator.process_index
+        own = whole.flatten()[begin : begin + held.ds_numel].to(held.device)
+        return torch.nn.functional.pad(own, (0, held.ds_numel - own.numel()))
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """The library, told what it would guess, and to speak up where something is wrong only."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")  # a process alone has none, and DeepSpeed asks for it at every pass
+    try:
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
+    except ImportError:
+        raise UserError("train.engine is deepspeed, and it is not installed.", "pip install deepspeed.") from None
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    if device.type == "cpu":
+        __compatible_ops__["deepspeed_shm_comm"] = False  # compiled C++ that gloo can do without
+    return deepspeed
+
+
+def read_deepspeed_config(path: str) -> dict[str, Any]:
+    """DeepSpeed's JSON: a file of the user's, or one of configs/deepspeed.
+
+    Raises:
+        UserError: there is none, it is no JSON, or holds keys that the config of the run decides.
+    """
+    shipped = Path(str(files("draftsmith.configs").joinpath("deepspeed", f"{Path(path).stem}.json")))
+    file = next((p for p in (Path(path).expanduser(), shipped) if p.is_file()), None)
+    if file is None:
+        raise UserError(f"train.deepspeed_config: there is no {path}.", _MEND)
+    with reading(file, _MEND):
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        stage = config["zero_optimization"]["stage"]
+    if stage not in (1, 2, 3):
+        raise UserError(f"{file}: zero_optimization.stage is {stage!r}, not 1, 2 or 3.", _MEND)
+    if wrong := sorted(_OURS.keys() & config.keys()):
+        said = ", ".join(f"{key} ({_OURS[key]})" for key in wrong)
+        raise UserError(f"{file}: {said} are set in the run's own config.", "Take them out of the file.")
+    return config
+
+
+def deepspeed_config(given: dict[str, Any], max_grad_norm: float) -> dict[str, Any]:
+    """The file's config and what is ours in it."""
+    zero = dict(given["zero_optimization"])
+    if zero["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # all is gathered at once, small parameters too
+    ours = {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": 1,  # a formality: batches are the loop's, and so is their number
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on a CPU, and compiles nothing
+        "steps_per_print": 10**9,
+    }
+    return {**given, **ours}
