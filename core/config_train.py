@@ -103,6 +103,13 @@ class TrainConfig(Section):
         description="Matrix products of the fused pass. fp8: operands in float8 with a scale each, on GPUs that have "
         "it (compute capability 8.9 or higher); sums, weights and norms stay float32.",
     )
+    bf16_tail: float = Field(
+        0.1,
+        ge=0.0,
+        le=1.0,
+        description="matmul fp8: the share of the optimizer steps, the last, that multiply in bfloat16 all the same, so "
+        "that the weights settle for the precision that serves them.",
+    )
     attention: Literal["auto", "triton"] = Field(
         "auto",
         description="Attention of the fused pass. auto: in bfloat16, documents of 4,096 tokens and more that are "

@@ -131,7 +131,8 @@ class Trainer:
 
     def _works(self, step: int) -> list[Work]:
         each = self.config.train.grad_accum_steps
-        return [self.step.lay_out(self.feed.batch(step * each + i)) for i in range(each)]
+        done = step / self.state.total_steps
+        return [self.step.lay_out(self.feed.batch(step * each + i), done) for i in range(each)]
 
     def _optimizer_step(
         self, works: list[Work], asked: tuple[bool, bool]

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """A batch, and where the fused pass puts its rows (None for the eager one)."""
+    """A batch, where the fused pass puts its rows (None for the eager one), and whether it multiplies in float8."""
 
     batch: Batch
     layout: "Layout | None"
+    fp8: bool = False
 
     def to(self, device: torch.device) -> "Work":
         """The same work on a device."""
-        return Work(self.batch.to(device), None if self.layout is None else self.layout.to(device))
+        return Work(self.batch.to(device), None if self.layout is None else self.layout.to(device), self.fp8)
 
 
 class TrainingStep(nn.Module):
@@ -46,8 +47,13 @@ class TrainingStep(nn.Module):
         self.objective, self.config, self.fused_dtype = objective, config, fused_dtype
         self.entered: Callable[[list[nn.Parameter]], None] | None = None  # told when the parameters are here
 
-    def lay_out(self, batch: Batch) -> Work:
-        """What can be prepared on the host, while the GPU works on the batch before."""
+    def lay_out(self, batch: Batch, done: float = 0.0) -> Work:
+        """What can be prepared on the host, while the GPU works on the batch before.
+
+        Args:
+            batch: in host memory.
+            done: share of the optimizer steps that come before; the last ones do without float8.
+        """
         if self.fused_dtype is None:
             return Work(batch, None)
         from draftsmith.core.fused.layout import lay_out
@@ -56,7 +62,8 @@ class TrainingStep(nn.Module):
         # All J steps of a chunk's label rows have their logits held at once, in two bytes each.
         label_rows = max(1, self.config.logits_bytes // (2 * steps * shape.draft_vocab_size))
         whole = self.config.attention == "auto" and self.fused_dtype is torch.bfloat16
-        return Work(batch, lay_out(batch, steps, label_rows, shape.sliding_window, whole))
+        fp8 = self.config.matmul == "fp8" and done < 1.0 - self.config.bf16_tail
+        return Work(batch, lay_out(batch, steps, label_rows, shape.sliding_window, whole), fp8)
 
     def forward(self, work: Work, weights_J: Tensor | None = None) -> tuple[Tensor, StepSums]:
         """sum_j weights[j] * (loss sum of step j), and every step's sums.
@@ -73,8 +80,7 @@ class TrainingStep(nn.Module):
         if self.fused_dtype is not None and work.layout is not None:
             from draftsmith.core.fused.objective import fused_loss
 
-            fp8 = self.config.matmul == "fp8"
-            return fused_loss(self.objective, work.batch, work.layout, weights_J, self.fused_dtype, fp8)
+            return fused_loss(self.objective, work.batch, work.layout, weights_J, self.fused_dtype, work.fp8)
         sums: StepSums = self.objective(work.batch, self.config.ttt_steps)
         return (weights_J * sums.loss_J).sum(), replace(sums, loss_J=sums.loss_J.detach())
 

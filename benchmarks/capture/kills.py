@@ -69,15 +69,17 @@ def prepare(scratch: Path, name: str, count: int) -> Path:
 def capture(file: Path, seconds: float | None) -> tuple[bool, float]:
     """Run it, and kill it after so many seconds; whether it was killed, and what it took."""
     begin = time.monotonic()
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen([sys.executable, "-c", STAGE, str(file)], stdout=quiet, stderr=quiet)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        time.sleep(1.5)  # its engine notices, and ends too
+    said = file.with_suffix(".log")
+    with said.open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-c", STAGE, str(file)], stdout=log, stderr=log)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            time.sleep(1.5)  # its engine notices, and ends too
     if process.returncode not in (0, -signal.SIGKILL):
+        print(said.read_text(errors="replace")[-3000:])
         raise SystemExit(f"a capture failed with {process.returncode}; run it by hand: {file}")
     return process.returncode != 0, time.monotonic() - begin
 

@@ -109,6 +109,19 @@ def test_a_label_whose_state_is_missing_is_named_by_both_passes(make_objective, 
         make_objective()(spoiled, 3)
 
 
+def test_the_last_steps_do_without_float8(make_objective, make_batch):
+    from draftsmith.core.config_train import TrainConfig
+    from draftsmith.train.step import TrainingStep
+
+    def used(done, **values):
+        step = TrainingStep(make_objective(), TrainConfig.model_validate(values), torch.bfloat16)
+        return step.lay_out(make_batch([[0, 1, 1]]), done).fp8
+
+    assert [used(done, matmul="fp8") for done in (0.0, 0.89, 0.9, 0.99)] == [True, True, False, False]
+    assert used(0.99, matmul="fp8", bf16_tail=0.0) and not used(0.0, matmul="fp8", bf16_tail=1.0)
+    assert not used(0.0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "values",
