@@ -107,8 +107,8 @@ class TrainConfig(Section):
         0.1,
         ge=0.0,
         le=1.0,
-        description="matmul fp8: this share of the optimizer steps, the last, multiplies in bfloat16 all the same, so that "
-        "the weights settle for the precision that serves them.",
+        description="matmul fp8: this share of the optimizer steps, the last, multiplies in bfloat16 all the same, so "
+        "that the weights settle for the precision that serves them.",
     )
     attention: Literal["auto", "triton"] = Field(
         "auto",
