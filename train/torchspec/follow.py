@@ -112,5 +112,5 @@ class Follower:
 
     def reason(self) -> str:
         """The last line that looks like one."""
-        errors = [x for x in self._last if "Error" in x or "ERROR" in x or "Exception" in x]
-        return (errors or list(self._last) or ["it said nothing"])[-1].strip()
+        errors = [x for x in self._last if any(sign in x for sign in ("Error", "ERROR", "Exception", "draftsmith:"))]
+        return (errors or list(self._last) or ["it said nothing"])[-1].strip().rstrip(".")

@@ -60,7 +60,10 @@ def train(config: Config) -> None:
         finished, stopped = _run(plan, done)
     step = take_over(plan, states, inputs)
     if stopped:
-        say(f"draft: stopped by SIGTERM; step {step} of {plan.steps} is saved, and the same command goes on from it")
+        kept = (
+            f"step {step} of {plan.steps} is saved, and the same command goes on from it" if step else "none is saved"
+        )
+        say(f"draft: stopped by SIGTERM; {kept}")
         return
     if step != plan.steps:
         raise StageFailed(f"TorchSpec's newest whole checkpoint is of step {step}, not of {plan.steps}; {_see(plan)}")
