@@ -22,11 +22,14 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Start torchrun and let it watch its processes to their end."""
+    from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import main as torchrun
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _pass_on)
-    torchrun(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
+    # A torch without the option takes SIGTERM back: its processes save all the same, and only the code is another.
+    own = ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"] if hasattr(LaunchConfig, "signals_to_handle") else []
+    torchrun([*own, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from draftsmith.core.run import COMPLETE, RunFolder
 from draftsmith.core.target import Target
 from draftsmith.core.vocab import VocabMapping, load_mapping
 
+# The target's are taken; other trainers write what they like there.
+_OF_NO_WEIGHT = ("max_position_embeddings", "rms_norm_eps")
+
 
 @dataclass(frozen=True)
 class Start:
@@ -52,7 +55,11 @@ def starting_point(config: Config, run: RunFolder, target: Target, layer_ids: li
     given, tensors, target_ids, its_layers = _read(folder, target)
     shape = resolve_shape(config.draft, target, len(layer_ids), len(target_ids))
     here, there = shape.to_dict(), given.to_dict()
-    differing = [f"{key} is {there[key]} there and {here[key]} here" for key in here if here[key] != there.get(key)]
+    differing = [
+        f"{key} is {there[key]} there and {here[key]} here"
+        for key in here
+        if here[key] != there.get(key) and key not in _OF_NO_WEIGHT
+    ]
     if its_layers != layer_ids:
         differing.append(f"its layers are {its_layers} and the hidden states' {layer_ids}")
     if differing:

@@ -162,6 +162,7 @@ def main() -> None:
             left = end - time.monotonic()
             if left < 30:
                 found["left_out"].append([processes, engine])
+                Path(args.out).write_text(json.dumps(found, indent=2) + "\n")
                 continue
             cell = {"processes": processes, "engine": engine, **launch(args, processes, engine, left)}
             found["cells"].append(cell)

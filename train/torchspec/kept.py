@@ -20,6 +20,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "train.optimizer": ("adamw",),
     "train.betas": ([0.9, 0.95], [0.9, 0.999]),  # the default means: what the engine does, which is the second
     "train.ema_decay": (None,),
+    "train.init_from": (None,),
+    "train.profile_steps": (None,),
     "draft.norm_before_residual": (False,),
     "draft.norm_before_fc": (False,),
     "draft.fc_norm": (False,),
