@@ -83,17 +83,9 @@ def evaluate(config: Config, draft: Path | None = None) -> None:
     if replayed:
         report["agreement"] = agreement_rows(config, replayed, measured)
     write_prompts(run.eval / PROMPTS, sets.sets)
-    report["diagnosis"] = None
-    short = [r for r in report["agreement"] if r["falls_short"] and r["method"] == "exact"]
-    if short and subject.checkpoint:
-        worst = min(short, key=lambda r: r["difference"])
-        say(f"K = {worst['k']}: served {worst['served']:.3f}, replayed {worst['replayed']:.3f}: looking for the reason")
-        report["diagnosis"] = diagnose(config, target, subject.checkpoint, run.export, longest_sample(store))
-        say(f"first difference between trainer and engine: {report['diagnosis']['first_difference'] or 'none'}")
-    report["settings"] = settings(config, run, subject, store) | {
-        "servers": servers,
-        "cells_of_an_earlier_start": journal.used,
-    }
+    report["diagnosis"] = _diagnosis(config, target, subject, run, store, report["agreement"])
+    report["settings"] = settings(config, run, subject, store)
+    report["settings"] |= {"servers": servers, "cells_of_an_earlier_start": journal.used}
     report["versions"] = package_versions()
     write_report(run, config, report)
     write_manifest(run.eval, "eval", inputs, {"report": "report.json"})
@@ -109,6 +101,25 @@ def _served(
         measured, sides = serve_on_server(config, sets)
         return measured, [side.settings for side in sides]
     return serve(config, target, sets, [Variant(draft, k) for k in config.eval.k], journal), []
+
+
+def _diagnosis(
+    config: Config,
+    target: Target,
+    subject: Subject,
+    run: RunFolder,
+    store: HiddenStateStore,
+    agreement: list[dict[str, Any]],
+) -> dict[str, Any] | None:
+    """Why serving falls short of replay; None where it does not, or where there is no trained draft to compare with."""
+    short = [r for r in agreement if r["falls_short"] and r["method"] == "exact"]
+    if not short or not subject.checkpoint:
+        return None
+    worst = min(short, key=lambda r: r["difference"])
+    say(f"K = {worst['k']}: served {worst['served']:.3f}, replayed {worst['replayed']:.3f}: looking for the reason")
+    found = diagnose(config, target, subject.checkpoint, run.export, longest_sample(store))
+    say(f"first difference between trainer and engine: {found['first_difference'] or 'none'}")
+    return found
 
 
 def eval_inputs(config: Config, run: RunFolder, subject: Subject) -> dict[str, Any]:
