@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
+from draftsmith.core.config import Config
 from draftsmith.core.damage import reading
 from draftsmith.core.errors import UserError
 from draftsmith.train.engine import Engine, MakeOptimizer, ensure_group, of_parameter
@@ -37,22 +39,28 @@ _MEND = "Take the file as a start that configs/deepspeed has for the stage, e.g.
 class ZeroEngine(Engine):
     """The optimizer's state (stage 1), gradients too (2), weights too (3) shared out over the processes."""
 
-    def prepare(self, step: TrainingStep, make_optimizer: MakeOptimizer) -> None:
-        """Hand draft and optimizer to DeepSpeed.
+    def __init__(self, config: Config, accelerator: Accelerator) -> None:
+        """Read DeepSpeed's config, before anything is written.
 
         Raises:
             UserError: DeepSpeed is not installed, or its config asks for what is not its business.
         """
-        deepspeed = _deepspeed(self.accelerator.device)
-        given = read_deepspeed_config(self.config.train.deepspeed_config)
-        self.stage: int = given["zero_optimization"]["stage"]
+        super().__init__(config, accelerator)
+        self._deepspeed = _deepspeed(accelerator.device)
+        self._given = read_deepspeed_config(config.train.deepspeed_config)
+        self.stage: int = self._given["zero_optimization"]["stage"]
+
+    def prepare(self, step: TrainingStep, make_optimizer: MakeOptimizer) -> None:
+        """Hand draft and optimizer to DeepSpeed."""
+        deepspeed = self._deepspeed
+        os.environ.setdefault("LOCAL_RANK", "0")  # a process alone has none, and DeepSpeed asks for it at every pass
         ensure_group(self.accelerator)
         self.step = step
         self._torch = make_optimizer(self.trained())
         self.module, self.optimizer, *_ = deepspeed.initialize(
             model=step,
             optimizer=self._torch,
-            config=deepspeed_config(given, self.config.train.max_grad_norm),
+            config=deepspeed_config(self._given, self.config.train.max_grad_norm),
             dist_init_required=False,
         )
         if self.stage == 3:
@@ -140,7 +148,6 @@ class ZeroEngine(Engine):
 def _deepspeed(device: torch.device) -> Any:
     """The library, told what it would guess, and to speak up where something is wrong only."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", "0")  # a process alone has none, and DeepSpeed asks for it at every pass
     try:
         import deepspeed
         from deepspeed.ops import __compatible_ops__

@@ -7,6 +7,8 @@ import pytest
 
 from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.errors import UserError
+from draftsmith.core.run import RunFolder
+from draftsmith.train.stage import train
 from draftsmith.train.zero import deepspeed_config, read_deepspeed_config
 
 SHIPPED = ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
@@ -53,6 +55,13 @@ def test_what_is_not_its_business_is_refused(tmp_path, content, said):
     path.write_text(content)
     with pytest.raises(UserError, match=said):
         read_deepspeed_config(str(path))
+
+
+def test_a_wrong_file_leaves_the_run_as_it_was(synthetic_run, changed, tree_of):
+    before = tree_of(RunFolder.of(synthetic_run).root)
+    with pytest.raises(UserError, match=r"there is no own\.json"):
+        train(changed(synthetic_run, train={"engine": "deepspeed", "deepspeed_config": "own.json"}))
+    assert tree_of(RunFolder.of(synthetic_run).root) == before
 
 
 def test_a_file_that_is_not_there_is_named():
