@@ -73,9 +73,9 @@ def test_rows_hold_our_ids(torchspec_run):
     for rows, split in ((plan.files.rows, "train"), (plan.files.eval_rows, "eval")):
         kept = torch.load(cache_path(rows, tree), weights_only=True)
         assert sorted(e["data_id"] for e in kept) == sorted(i for i, s in samples.items() if s.split == split)
-        for entry in kept:
-            assert entry["input_ids"].tolist() == [samples[entry["data_id"]].input_ids]
-            assert len(mask_of(entry["packed_loss_mask"])) == len(samples[entry["data_id"]].input_ids)
+        for row in kept:
+            assert row["input_ids"].tolist() == [samples[row["data_id"]].input_ids]
+            assert len(mask_of(row["packed_loss_mask"])) == len(samples[row["data_id"]].input_ids)
         said = [json.loads(line) for line in rows.read_text().splitlines()]
         assert [r["id"] for r in said] == [e["data_id"] for e in kept]
         assert {m["role"] for r in said for m in r["conversations"]} == {"user", "assistant"}
