@@ -6,6 +6,9 @@ folder's `.metadata` is a pickle: only the classes that describe tensors are let
 """
 
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,14 @@ _ALLOWED = {
 }
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """For the library's calls with `no_dist`: that there is one process is meant, and no warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def is_distributed(folder: Path) -> bool:
     """Whether a folder, or the `model/` in it, is a distributed checkpoint."""
     return (_model_folder(folder) / _METADATA).is_file()
@@ -62,7 +73,8 @@ def load_distributed(folder: Path) -> dict[str, Tensor]:
         )
     state: dict[str, Any] = {n: _empty(reader.metadata.state_dict_metadata[n]) for n in ours}
     try:
-        load(state, storage_reader=reader, no_dist=True)
+        with alone():
+            load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"{folder}: missing or damaged ({(str(error).strip() or type(error).__name__).splitlines()[0]}).",

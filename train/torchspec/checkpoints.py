@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from draftsmith.core.atomic import write_text
 from draftsmith.core.checkpoint import write_checkpoint
-from draftsmith.core.distributed import is_whole, load_distributed
+from draftsmith.core.distributed import alone, is_whole, load_distributed
 from draftsmith.core.draft_folder import tensor_shapes
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.errors import StageFailed
@@ -86,7 +86,8 @@ def write_start(folder: Path, tensors: dict[str, Tensor], mapping: VocabMapping)
     model = {name: tensor.contiguous().clone() for name, tensor in model.items()}
     path = folder / "iter_0000000" / "model"
     path.mkdir(parents=True, exist_ok=True)
-    save({"model_state": {"model": model}}, checkpoint_id=str(path), no_dist=True)
+    with alone():
+        save({"model_state": {"model": model}}, checkpoint_id=str(path), no_dist=True)
     write_text(folder / TRACKER, "0")
 
 
