@@ -34,7 +34,7 @@ from draftsmith.eval.replay_rows import replay_rows
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 
-def derive(base: RunFolder, root: Path, share: float = 1.0, vocabulary: int | None = 0, target: Target | None = None):
+def derive(base: RunFolder, root: Path, share: float, vocabulary: int | None, target: Target) -> None:
     """Make the folder of a run that trains on the base's samples and states; what is there already stays.
 
     Args:
@@ -43,7 +43,7 @@ def derive(base: RunFolder, root: Path, share: float = 1.0, vocabulary: int | No
         share: of the training tokens; samples of one conversation stay together, and a smaller share is part of a
             larger one.
         vocabulary: tokens of the draft's vocabulary; None: all of the target's, 0: as the base has them.
-        target: needed for a vocabulary of its own.
+        target: that the vocabulary is of.
     """
     root.mkdir(parents=True, exist_ok=True)
     new = RunFolder(root)
@@ -55,14 +55,14 @@ def derive(base: RunFolder, root: Path, share: float = 1.0, vocabulary: int | No
     if vocabulary == 0:
         link(new.vocab_mapping, base.vocab_mapping)
     elif not new.vocab_mapping.exists():
-        assert target is not None
         _vocabulary(new.vocab_mapping, base.samples, vocabulary, target)
 
 
 def link(new: Path, old: Path) -> None:
     """A relative link, so that the folder of all runs can be moved."""
     if not new.is_symlink() and not new.exists():
-        new.symlink_to(Path("..") / old.parent.name / old.name if new.parent.parent == old.parent.parent else old.resolve())
+        beside = new.parent.parent.resolve() == old.parent.parent.resolve()
+        new.symlink_to(Path("..") / old.parent.name / old.name if beside else old.resolve())
 
 
 def _vocabulary(path: Path, samples: Path, size: int | None, target: Target) -> None:
@@ -147,6 +147,8 @@ def trained(config: Config, store: HiddenStateStore) -> dict[str, Any]:
             rows = replayed(config, as_folder(checkpoint), HiddenStateStore(run.hidden_states), run.root.name) or []
         five = next((r for r in rows if r["k"] == 5 and r["temperature"] == 0.0), rows[-1])
         result[f"replay_{which}"] = lengths(rows)
+        for other in sorted({r["temperature"] for r in rows} - {0.0}):
+            result[f"replay_{which}_t{other:g}"] = lengths(rows, other)
         result[f"ci95_{which}"] = [round(x, 4) for x in five["ci95"]]
         result[f"ci95_{which}_k"] = five["k"]
     result["parameters"] = sum(t.numel() for t in read_checkpoint(last).tensors.values())

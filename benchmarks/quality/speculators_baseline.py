@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from runs import lengths, machine, replayed, train_tokens
 from store_dataset import REPLACED, loader, speculators_cli
@@ -122,6 +123,7 @@ def train(config: Config, out: Path, flags: list[str]) -> dict[str, Any]:
     flat = resolved.flatten()
     return {
         "wall_seconds": round(time.monotonic() - began, 1),
+        "process_seconds": round(time.time() - psutil.Process().create_time(), 1),
         "epochs": Watched.log,
         "settings": {k: v for k, v in flat.items() if isinstance(v, str | int | float | bool | list | None)},
     }
