@@ -77,9 +77,7 @@ def read_variants(path: Path) -> dict[str, dict[str, Any]]:
     return {name: dict(settings or {}) for name, settings in read.items()}
 
 
-def choose(
-    known: dict[str, dict[str, Any]], only: list[str], seeds: list[int], plus: list[list[str]]
-) -> list[Variant]:
+def choose(known: dict[str, dict[str, Any]], only: list[str], seeds: list[int], plus: list[list[str]]) -> list[Variant]:
     """The variants to train, seed by seed; --plus ones after the named ones.
 
     Args:

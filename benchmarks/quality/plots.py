@@ -36,7 +36,9 @@ def draw_scale(lines: Sequence[Line], by: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for epochs in sorted({round(line["tokens_seen"] / line["train_tokens"]) for line in lines}):
         mine = [line for line in lines if round(line["tokens_seen"] / line["train_tokens"]) == epochs]
-        axes.plot([p["train_tokens"] for p in mine], [p["replay_last"][by] for p in mine], "o", label=f"{epochs} epochs")
+        axes.plot(
+            [p["train_tokens"] for p in mine], [p["replay_last"][by] for p in mine], "o", label=f"{epochs} epochs"
+        )
     if found := scale_fit(lines, by):
         tokens = scale_points(lines, by)[0]
         x = np.geomspace(min(tokens), 8 * max(tokens), 100)

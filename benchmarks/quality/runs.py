@@ -1,12 +1,14 @@
 """Run folders that share the samples and the states of one run, and what became of a training in them.
 
 A derived run links what its settings leave alone and makes the rest anew: another draft vocabulary is another
-`vocab_mapping.safetensors` (the states do not depend on it), a share of the training samples another index of the store.
+`vocab_mapping.safetensors` (the states do not depend on it), a share of the training samples another index of the
+store.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -137,7 +139,12 @@ def trained(config: Config, store: HiddenStateStore) -> dict[str, Any]:
     run = RunFolder.of(config)
     lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     last = chosen_checkpoint(run, "last", "the ablation")
-    result: dict[str, Any] = {"checkpoint": last.name, "steps": lines[-1]["step"], **speed(lines), "curve": curve(lines)}
+    result: dict[str, Any] = {
+        "checkpoint": last.name,
+        "steps": lines[-1]["step"],
+        **speed(lines),
+        "curve": curve(lines),
+    }
     for which, folder in {"last": last, "best": chosen_checkpoint(run, "best", "the ablation")}.items():
         if which == "best" and folder == last:
             continue
@@ -160,7 +167,7 @@ def speed(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
     logged = [line for line in lines if "tokens_per_second" in line]
     rates = [
         (b["step"] - a["step"]) / (b["time"] - a["time"])
-        for a, b in zip(logged, logged[1:], strict=False)
+        for a, b in itertools.pairwise(logged)
         if b["time"] > a["time"]
     ]
     seconds = lines[-1]["time"] - logged[0]["time"] if logged else 0.0

@@ -26,7 +26,9 @@ class Job:
         """Start it, and do not wait."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            return subprocess.Popen([sys.executable, "-m", "draftsmith", self.stage, *self.words], stdout=log, stderr=log)
+            return subprocess.Popen(
+                [sys.executable, "-m", "draftsmith", self.stage, *self.words], stdout=log, stderr=log
+            )
 
     def run(self) -> None:
         """Wait for its end.

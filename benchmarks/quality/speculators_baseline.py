@@ -138,6 +138,8 @@ def main() -> None:
     result_file = given.out / "result.json"
     store = HiddenStateStore(RunFolder.of(config).hidden_states, "speculators")
     result: dict[str, Any] = {"kind": "peer", "name": given.out.name}
+    if result_file.exists() and not given.replay_only:
+        raise SystemExit(f"{result_file} is there already: choose another --out, or --replay-only.")
     if given.replay_only:
         result = json.loads(result_file.read_text(encoding="utf-8"))
     else:

@@ -1,9 +1,9 @@
 """The results' tables in Markdown, and their plots.
 
-    python3 benchmarks/quality/tables.py ablation ablation.jsonl [--png ablation.png]
-    python3 benchmarks/quality/tables.py scale scale.jsonl [--png scale.png]
-    python3 benchmarks/quality/tables.py cost scale.jsonl runs/speculators/result.json ...
-    python3 benchmarks/quality/tables.py served eval/compare.json
+python3 benchmarks/quality/tables.py ablation ablation.jsonl [--png ablation.png]
+python3 benchmarks/quality/tables.py scale scale.jsonl [--png scale.png]
+python3 benchmarks/quality/tables.py cost scale.jsonl runs/speculators/result.json ...
+python3 benchmarks/quality/tables.py served eval/compare.json
 """
 
 from __future__ import annotations

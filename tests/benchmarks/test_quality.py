@@ -77,7 +77,9 @@ def test_the_scale_table_fits_equal_epochs_only(quality):
 
 
 def test_the_cost_table_counts_the_start_of_a_process(quality):
-    mine = _line("ours", 2.0, curve=[{"seconds": 30.0, "acceptance_length": 2.0}, {"seconds": 60.0, "acceptance_length": 3.0}])
+    mine = _line(
+        "ours", 2.0, curve=[{"seconds": 30.0, "acceptance_length": 2.0}, {"seconds": 60.0, "acceptance_length": 3.0}]
+    )
     epochs = [{"seconds": s, "replay": {"7": x}} for s, x in ((100.0, 1.5), (200.0, 2.5))]
     peer = {"name": "peer", "process_seconds": 250.0, "epochs": [*epochs, {"seconds": 200.0}]}
     text = quality.tables.cost_table(mine, [peer], (0.8, 1.0))
@@ -118,7 +120,12 @@ def test_variants_are_chosen_by_pattern_seed_and_together(quality):
     known = quality.ablate.read_variants(FOLDER / "variants.yaml")
     choose = quality.ablate.choose
     assert not any(v.own_states for v in choose(known, [], [], []))
-    assert [v.key for v in choose(known, ["ttt-*"], [0, 1], [])] == ["ttt-3-seed0", "ttt-5-seed0", "ttt-3-seed1", "ttt-5-seed1"]
+    assert [v.key for v in choose(known, ["ttt-*"], [0, 1], [])] == [
+        "ttt-3-seed0",
+        "ttt-5-seed0",
+        "ttt-3-seed1",
+        "ttt-5-seed1",
+    ]
     (both,) = choose(known, [], [], [["muon", "loss-kl"]])
     assert both.name == "muon+loss-kl" and both.settings == known["muon"] | known["loss-kl"]
     with pytest.raises(SystemExit, match="mouon"):
@@ -126,12 +133,17 @@ def test_variants_are_chosen_by_pattern_seed_and_together(quality):
 
 
 def test_a_smaller_share_is_part_of_a_larger_one(quality):
-    index = [{"sample_id": f"c{i // 2}/{i % 2}", "split": "eval" if i >= 180 else "train", "length": 10 + i % 7} for i in range(200)]
+    index = [
+        {"sample_id": f"c{i // 2}/{i % 2}", "split": "eval" if i >= 180 else "train", "length": 10 + i % 7}
+        for i in range(200)
+    ]
     kept = {share: np.array(quality.runs.chosen(index, share)) for share in (0.125, 0.25, 0.5, 1.0)}
     total = sum(r["length"] for r in index[:180])
     for share, rows in kept.items():
         assert rows[180:].all() and (rows[:180:2] == rows[1:180:2]).all()  # held-out ones, whole conversations
-        assert sum(r["length"] for r, k in zip(index[:180], rows, strict=False) if k) == pytest.approx(share * total, abs=40)
+        assert sum(r["length"] for r, k in zip(index[:180], rows, strict=False) if k) == pytest.approx(
+            share * total, abs=40
+        )
         assert all((rows <= other).all() for larger, other in kept.items() if larger > share)
 
 
