@@ -159,6 +159,9 @@ def train_all(plan: Plan, variants: list[Variant], at_once: int, seconds: float,
         line |= {"seed": config.run.seed, "train_tokens": tokens, "tokens_seen": tokens * config.train.epochs}
         line |= trained(config, store) | {"process_seconds": round(took, 1), "side_by_side": at_once}
         line["ttt_steps"] = config.train.ttt_steps
+        line["resumed"] = "going on from step" in job.log.read_text(
+            encoding="utf-8"
+        )  # its seconds are not of one piece
         line |= {"run": str(RunFolder.of(config).root), "machine": machine()}
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -5,7 +5,8 @@
 
 A share takes whole conversations, and a smaller one is part of every larger one; held-out samples and draft vocabulary
 are the whole run's. With --equal-steps a share of 1/n is also trained n times as many epochs. One training at a time,
-so that seconds are those of the GPU. What has a line in --out is not trained again.
+so that seconds are those of the GPU; `tables.py scale` makes the table and the fit. What has a line in --out is not
+trained again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ablate import Plan, Variant, lines_of, train_all
-from tables import scale_table
+from ablate import Plan, Variant, train_all
 
 
 def points(shares: list[float], epochs: list[int], equal_steps: bool, seeds: list[int]) -> list[Variant]:
@@ -45,7 +45,6 @@ def main() -> None:
     plan = Plan(given.config, tuple(given.overrides))
     wanted = points(given.shares, given.epochs or [plan.base.train.epochs], given.equal_steps, given.seeds)
     left = train_all(plan, wanted, given.side_by_side, given.seconds, given.out)
-    print(scale_table(lines_of(given.out)))
     print("\n".join(left), file=sys.stderr)
     raise SystemExit(1 if left else 0)
 

@@ -147,6 +147,7 @@ def main() -> None:
         result |= train(config, given.out, flags)
         tokens = train_tokens(store)
         result |= {"flags": flags, "train_tokens": tokens, "tokens_seen": tokens * len(result["epochs"])}
+        result["interrupted"] = len(result["epochs"]) < config.train.epochs  # a signal makes it save and end in peace
         result |= {"machine": machine(), "replaced_imports": REPLACED}
         result["versions"] = {name: version(name) for name in ("speculators", "torch", "transformers")}
         write_json(result_file, result)  # the replay may fail; the training is not lost then
@@ -161,6 +162,7 @@ def main() -> None:
     result["weights_sha256"] = sha256_file(folder / "model.safetensors")
     write_json(result_file, result)
     print(json.dumps({k: result[k] for k in ("name", "wall_seconds", "tokens_seen", "epochs")}))
+    raise SystemExit(1 if result["interrupted"] else 0)
 
 
 if __name__ == "__main__":  # its loader's workers import this file again

@@ -79,7 +79,7 @@ def scale_table(lines: Sequence[Line], by: str = "5") -> str:
     rows = [
         [line["name"], f"{line['train_tokens']:,}", f"{line['tokens_seen']:,}",
          *(f"{line['replay_last'].get(k, float('nan')):.3f}" for k in _SHOWN),
-         f"{line['seconds'] / 60 / line['side_by_side']:.2f}"]
+         "resumed" if line["resumed"] else f"{line['process_seconds'] / 60 / line['side_by_side']:.2f}"]
         for line in sorted(lines, key=lambda line: (line["train_tokens"], line["tokens_seen"]))
     ]  # fmt: skip
     found = scale_fit(lines, by) if lines else None
@@ -96,8 +96,9 @@ def scale_table(lines: Sequence[Line], by: str = "5") -> str:
 
 
 def ours(lines: Sequence[Line]) -> Line:
-    """The training on the most data; of equal ones the first."""
-    return max(lines, key=lambda line: line["tokens_seen"])
+    """The training on the most data that was not stopped on the way; of equal ones that with the fewest epochs."""
+    whole = [line for line in lines if not line["resumed"]]
+    return max(whole, key=lambda line: (line["train_tokens"], -line["tokens_seen"]))
 
 
 def cost_table(mine: Line, peers: Sequence[Line], share: Sequence[float] = (0.9, 0.95, 1.0)) -> str:

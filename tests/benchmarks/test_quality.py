@@ -33,7 +33,7 @@ def _line(variant, length, seed=0, tokens=1000, epochs=10, **more):
     return {
         "name": variant, "variant": variant, "seed": seed, "replay_last": lengths, "steps_per_second": 2.0,
         "parameters": 5_000_000, "train_tokens": tokens, "tokens_seen": tokens * epochs, "seconds": 60.0,
-        "side_by_side": 1, "process_seconds": 70.0, "ttt_steps": 7, **more,
+        "side_by_side": 1, "process_seconds": 70.0, "resumed": False, "ttt_steps": 7, **more,
     }  # fmt: skip
 
 
