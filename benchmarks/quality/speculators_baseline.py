@@ -147,7 +147,9 @@ def main() -> None:
         result |= train(config, given.out, flags)
         tokens = train_tokens(store)
         result |= {"flags": flags, "train_tokens": tokens, "tokens_seen": tokens * len(result["epochs"])}
-        result["interrupted"] = len(result["epochs"]) < config.train.epochs  # a signal makes it save and end in peace
+        result["interrupted"] = (
+            len(result["epochs"]) < result["settings"]["epochs"]
+        )  # a signal makes it save and end in peace
         result |= {"machine": machine(), "replaced_imports": REPLACED}
         result["versions"] = {name: version(name) for name in ("speculators", "torch", "transformers")}
         write_json(result_file, result)  # the replay may fail; the training is not lost then
