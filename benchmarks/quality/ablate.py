@@ -99,10 +99,11 @@ def choose(known: dict[str, dict[str, Any]], only: list[str], seeds: list[int], 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for: a base run, and how its config is told to draftsmith."""
+    """What is asked for: a base run, how its config is told to draftsmith, and what run folders' names end with."""
 
     file: Path
     overrides: tuple[str, ...]
+    tag: str = ""
 
     @property
     def base(self) -> Config:
@@ -111,7 +112,7 @@ class Plan:
 
     def run_name(self, variant: Variant) -> str:
         """Folder name of a variant's run."""
-        return f"{self.base.run.name}-{variant.key}"
+        return f"{self.base.run.name}-{variant.key}{self.tag and '-'}{self.tag}"
 
     def config(self, variant: Variant) -> Config:
         """Config of a variant."""
@@ -197,8 +198,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="for the trainings, replay included")
     parser.add_argument("--serve", type=int, default=0, metavar="N")
     parser.add_argument("--out", type=Path, default=Path("ablation.jsonl"))
+    parser.add_argument(
+        "--tag", default="", help="ends the run folders' names; for other overrides of the same variants"
+    )
     given = parser.parse_args()
-    plan = Plan(given.config, tuple(given.overrides))
+    plan = Plan(given.config, tuple(given.overrides), given.tag)
     variants = choose(read_variants(given.variants), given.only, given.seeds, given.plus)
     left = train_all(plan, variants, given.side_by_side, given.seconds, given.out)
     if given.serve:

@@ -126,6 +126,8 @@ def test_variants_are_chosen_by_pattern_seed_and_together(quality):
         "ttt-3-seed1",
         "ttt-5-seed1",
     ]
+    tagged = quality.ablate.Plan(ROOT / "configs/quickstart.yaml", (), "long")
+    assert tagged.config(quality.ablate.Variant("muon", {}, 1)).run.name == "quickstart-muon-seed1-long"
     (both,) = choose(known, [], [], [["muon", "loss-kl"]])
     assert both.name == "muon+loss-kl" and both.settings == known["muon"] | known["loss-kl"]
     with pytest.raises(SystemExit, match="mouon"):
