@@ -7,6 +7,7 @@ captured again; anything else is removed.
 """
 
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -56,6 +57,9 @@ class Tail:
         return self._bytes[: self.size]
 
 
+_opened = itertools.count()
+
+
 class OpenShard:
     """A shard that samples are added to; `seal` commits it, `discard` leaves nothing.
 
@@ -64,8 +68,9 @@ class OpenShard:
 
     def __init__(self, folder: Path, number: int, lasts: Tail) -> None:
         self.path = folder / shard_name(number)
-        self._tmp = folder / f"{TMP_MARK}{os.getpid()}-{self.path.name}"
-        self._fd = os.open(self._tmp, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        # A name of its own: a failed writer's thread may still be removing what it had under this number.
+        self._tmp = folder / f"{TMP_MARK}{os.getpid()}-{next(_opened)}-{self.path.name}"
+        self._fd = os.open(self._tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         self._lasts = lasts
         self._lasts.size = 0
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in _AFTER if name != "last_states"}

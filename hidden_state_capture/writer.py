@@ -118,7 +118,7 @@ class ShardWriter:
         self._numbers = itertools.count(config.first, config.step)
         self._queue: queue.Queue[Batch | _Flush] = queue.Queue()
         self._threads: list[threading.Thread] = []
-        self._pending = 0
+        self._pending = self._at_work = 0
         self._change = threading.Condition()
         self._error: BaseException | None = None
         self._told = threading.Event()  # its reason is in FAILURE, or cannot be
@@ -150,8 +150,10 @@ class ShardWriter:
         self.check()
 
     def check(self) -> None:
-        """Raise the writer's error, if it has failed."""
+        """Raise the writer's error, if it has failed, once no thread is at work any more: another writer may follow."""
         if self._error is not None:
+            with self._change:
+                self._change.wait_for(lambda: self._at_work == 0)
             self._told.wait(2 * _TRIES * _WAIT)  # the engine may die of this, and its driver looks for the reason
             raise RuntimeError(f"hidden-state writer: {self._error}") from self._error
 
@@ -180,18 +182,28 @@ class ShardWriter:
 
     def _guarded(self, lane: Lane, work: Callable[[], None]) -> None:
         """Do it unless the writer has failed; an error here must stop the run, so it is kept for the producer."""
-        if self._error is None:
-            try:
-                work()
-            except BaseException as error:
-                with self._change:
-                    first, self._error = self._error is None, self._error or error
+        with self._change:
+            self._at_work += 1
+        try:
+            if self._error is None:
+                self._attempt(lane, work)
+            if self._error is not None:
                 self._drop(lane)
-                if first:
-                    self._tell(error)
-                    self._told.set()
-        if self._error is not None:
+        finally:
+            with self._change:
+                self._at_work -= 1
+                self._change.notify_all()
+
+    def _attempt(self, lane: Lane, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with self._change:
+                first, self._error = self._error is None, self._error or error
             self._drop(lane)
+            if first:
+                self._tell(error)
+                self._told.set()
 
     def _tell(self, error: BaseException) -> None:
         """Leave the reason in a file, for those who only see the engine die; `check` raises it too."""
