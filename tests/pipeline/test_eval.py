@@ -7,9 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.core.config import TargetConfig
 from draftsmith.core.embedded import embedded_checkpoint
-from draftsmith.core.engine import engine_dtype
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 K = 2
@@ -21,7 +19,7 @@ def server(smollm_run, serving, tmp_path_factory):
     draft = {"method": "eagle3", "model": str(smollm_run["root"] / "export"), "num_speculative_tokens": K}
     with serving(
         tmp_path_factory.mktemp("server") / "log",
-        "--model", str(embedded_checkpoint()), "--dtype", engine_dtype(TargetConfig(dtype="auto")),
+        "--model", str(embedded_checkpoint()), "--dtype", "float32",
         "--max-model-len", "512", "--no-enable-prefix-caching", "--speculative-config", json.dumps(draft),
     ) as url:  # fmt: skip
         yield url
