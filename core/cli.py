@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from draftsmith.core.atomic import write_text
 from draftsmith.core.capturable import check_capturable
-from draftsmith.core.cli_capture import capture_app, capture_share
+from draftsmith.core.cli_capture import capture_app, capture_share, which_share
 from draftsmith.core.cli_dry import DryRun, TargetConfigFile, dry_run
 from draftsmith.core.cli_eval import eval_app
 from draftsmith.core.cli_export import export_app
@@ -76,6 +76,8 @@ def capture(
     """Stage 2: hidden states of the target; prepares what is missing (also `capture merge`, `capture serve-args`)."""
     from draftsmith.hidden_state_capture.beside import capture_alone
 
+    if shard:
+        which_share(shard)
     if dry:
         return dry_run("capture", config, overrides, target_config)
     if shard:
@@ -122,6 +124,8 @@ def evaluate(
     from draftsmith.eval.stage import evaluate as run_evaluate
     from draftsmith.eval.subject import report_place
 
+    if draft is not None and not (draft / "config.json").is_file():
+        raise UserError(f"--draft: {draft} is no folder of a draft: it has no config.json.", "Check the path.")
     if dry:
         return dry_run("eval", config, overrides, target_config)
 
@@ -210,6 +214,8 @@ def _run(
     resolve_layer_ids(loaded.capture, target.num_layers)
     check_capturable(loaded.capture, target)
     run = RunFolder.of(loaded)
+    if (there := next(p for p in (run.root, *run.root.parents) if p.exists())) and not there.is_dir():
+        raise UserError(f"run.dir: {there} is a file.", "Name a folder.")
     beside = loaded.capture.mode == "spool" and loaded.capture.spool_capture == "own"
     # Under torchrun the processes share the folder: one puts aside.
     old = outputs(run) if os.environ.get("RANK", "0") == "0" else []
@@ -242,13 +248,14 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other processes of a training say the same
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except StageFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)
     except SystemExit as end:
-        if end.code == 130:
+        if end.code == 130 and os.environ.get("LOCAL_RANK", "0") == "0":
             print("stopped; run the stage again to go on.", file=sys.stderr)
         raise
     except (OSError, SafetensorError) as error:
@@ -260,7 +267,8 @@ def main() -> None:
         )
         sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped; run the stage again to go on.", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("stopped; run the stage again to go on.", file=sys.stderr)
         sys.exit(130)
 
 

@@ -43,6 +43,18 @@ def serve_args_command(config: ConfigFile, overrides: Overrides = None) -> None:
     serve_args(load_config(config, overrides))
 
 
+def which_share(shard: str) -> tuple[int, int]:
+    """(i, n) of `--shard i/n`.
+
+    Raises:
+        UserError: it is no such thing.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if not match or not int(match[1]) < int(match[2]):
+        raise UserError(f"--shard {shard}: not i/n with i from 0 to n - 1.", "E.g. --shard 0/4 ... --shard 3/4.")
+    return int(match[1]), int(match[2])
+
+
 def capture_share(config: Config, shard: str, fresh: bool) -> None:
     """Capture one share into a store of its own; several may run at once, here and elsewhere.
 
@@ -53,10 +65,7 @@ def capture_share(config: Config, shard: str, fresh: bool) -> None:
     """
     from draftsmith.hidden_state_capture.stage import capture
 
-    match = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if not match or not int(match[1]) < int(match[2]):
-        raise UserError(f"--shard {shard}: not i/n with i from 0 to n - 1.", "E.g. --shard 0/4 ... --shard 3/4.")
-    index, of = int(match[1]), int(match[2])
+    index, of = which_share(shard)
     part = RunFolder(RunFolder.of(config).root / part_name(index, of))
     with part.lock():
         recover(part.root)

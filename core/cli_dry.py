@@ -117,7 +117,7 @@ def _train(config: Config, run: RunFolder, target: Target, layer_ids: list[int],
         "draft": {"parameters": sum(sizes.values()), **asdict(shape)},
         "layer_ids": layer_ids,
         "train": train,
-        "several_gpus": "torchrun --nproc-per-node GPUS -m draftsmith.core.cli train --config FILE",
+        "several_gpus": "make train NPROC=GPUS CONFIG=FILE",
         "starts_a_capture": config.capture.mode == "spool" and config.capture.spool_capture == "train",
         "writes": [str(run.checkpoints), str(run.metrics)],
     }

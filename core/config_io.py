@@ -88,7 +88,10 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise UserError(
             f"{path}: the file is not a mapping of sections.", "Write sections such as `target:` and `data:`."
         )
-    _note_places(node, (), path, places)
+    try:
+        _note_places(node, (), path, places)
+    except RecursionError:
+        raise UserError(f"{path}: an alias (`*name`) stands inside what it refers to.", "Remove it.") from None
     # A section whose keys are all commented out reads as null: it means "all defaults".
     return {key: {} if value is None else value for key, value in tree.items()}, places
 

@@ -81,6 +81,14 @@ def _gpu_of(config: Config, rates: Rates) -> tuple[Gpu, str, int]:
     return gpu, of, count
 
 
+# Of a config.json: whole numbers above zero.
+_COUNTS = {
+    "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "max_position_embeddings",
+}  # fmt: skip
+
+
 def target_shape(config: TargetConfig, described: Path | None = None) -> Target:
     """The target by its config.json alone.
 
@@ -93,6 +101,8 @@ def target_shape(config: TargetConfig, described: Path | None = None) -> Target:
     """
     folder = Path(config.path).expanduser()
     if described is not None:
+        if described.is_file() and described.name != "config.json":
+            raise UserError(f"--target-config: {described} is not called config.json.", "Name a folder that holds one.")
         folder = described.parent if described.is_file() else described
     elif config.path == embedded.NAME:
         folder = embedded.embedded_checkpoint()
@@ -102,10 +112,13 @@ def target_shape(config: TargetConfig, described: Path | None = None) -> Target:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = {**raw, **(raw.get("text_config") or {})}
         layers, hidden, vocab = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        for key, value in text.items():
+            if key in _COUNTS and value is not None and not (type(value) is int and value > 0):
+                raise ValueError(f"{key} is {value!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder}/config.json: not the config of a causal language model ({error!r}).",
-            "Point target.path at a checkpoint folder.",
+            "Point target.path, or --target-config, at the folder of a checkpoint.",
         ) from None
     hf: Any = SimpleNamespace(**_with_rope_parameters(text))
     return Target(config.path, folder, config.revision, layers, hidden, vocab, hf)

@@ -1,8 +1,11 @@
 """`draftsmith train --dry-run`: what would be started, and nothing is."""
 
+from pathlib import Path
+
 import yaml
 
 from draftsmith.core.config import Config
+from draftsmith.core.errors import UserError
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 
@@ -23,6 +26,12 @@ def dry_run(config: Config) -> None:
         say("# the command")
         say(plan.shown())
         return
+    if config.train.engine == "deepspeed":
+        from draftsmith.train.zero import read_deepspeed_config
+
+        read_deepspeed_config(config.train.deepspeed_config)
+    if config.train.init_from and not Path(config.train.init_from).expanduser().is_dir():
+        raise UserError(f"train.init_from: there is no folder {config.train.init_from}.", "Check the path.")
     run = RunFolder.of(config)
     done = run.complete_checkpoints()
     say(f"# engine {config.train.engine}, {run.hidden_states} -> {run.checkpoints}")

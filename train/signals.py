@@ -1,8 +1,19 @@
 """What a scheduler asks of a training: SIGTERM, save and end; SIGUSR1, save and go on."""
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send SIGTERM when the launcher is gone: its processes would train on, and hold the run."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Signals:

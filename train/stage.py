@@ -1,6 +1,7 @@
 """`train`: hidden states -> draft checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from draftsmith.train.feed import Feed, nothing_to_check, open_feed, open_store
 from draftsmith.train.loop import Trainer
 from draftsmith.train.metrics import Metrics
 from draftsmith.train.optim import make_optimizer
+from draftsmith.train.signals import end_with_launcher
 from draftsmith.train.start import Start, starting_point
 from draftsmith.train.state import TrainState
 from draftsmith.train.step import TrainingStep, fused_dtype
@@ -49,6 +51,7 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     """
     if config.train.engine == "torchspec":
         return torchspec.train(config)
+    end_with_launcher()
     run = RunFolder.of(config)
     store = open_store(config)
     target = resolve_target(config.target)
@@ -75,14 +78,10 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
         run.open(config)
     set_seed(config.run.seed)
     try:
-        feed.start(checkpoint.state["step"] * config.train.grad_accum_steps if checkpoint else 0)
-        trainer = _trainer(config, run, store, target, engine, feed, state, start, checkpoint)
-        finished = trainer.run()
-    except torch.OutOfMemoryError as error:
-        raise StageFailed(
-            f"training ran out of GPU memory at step {state.step + 1}; lower train.tokens_per_batch (now "
-            f"{config.train.tokens_per_batch}) or data.draft_vocab_size. {error}"
-        ) from None
+        with _reasons(config, state):
+            feed.start(checkpoint.state["step"] * config.train.grad_accum_steps if checkpoint else 0)
+            trainer = _trainer(config, run, store, target, engine, feed, state, start, checkpoint)
+            finished = trainer.run()
     finally:
         feed.close(finished=state.step == total)
     trainer.metrics.close()
@@ -92,6 +91,26 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     if accelerator.is_main_process:
         _write_manifest(run, asdict(state))
     say(f"draft: {total} steps -> {run.checkpoints}/step-{total:07d}")
+
+
+@contextmanager
+def _reasons(config: Config, state: TrainState) -> Iterator[None]:
+    """What ends a training from outside, said as such."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StageFailed(
+            f"training ran out of GPU memory at step {state.step + 1}; lower train.tokens_per_batch (now "
+            f"{config.train.tokens_per_batch}) or data.draft_vocab_size. {error}"
+        ) from None
+    except RuntimeError as error:
+        # Gloo has no type of its own for it.
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
+            raise
+        raise StageFailed(
+            f"another process of the training is gone, after step {state.step}; the same command goes on from the last "
+            "checkpoint."
+        ) from error
 
 
 def _write_manifest(run: RunFolder, state: dict[str, Any]) -> None:

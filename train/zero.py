@@ -171,14 +171,29 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
     if file is None:
         raise UserError(f"train.deepspeed_config: there is no {path}.", _MEND)
     with reading(file, _MEND):
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        stage = config["zero_optimization"]["stage"]
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage not in (1, 2, 3):
         raise UserError(f"{file}: zero_optimization.stage is {stage!r}, not 1, 2 or 3.", _MEND)
     if wrong := sorted(_OURS.keys() & config.keys()):
         said = ", ".join(f"{key} ({_OURS[key]})" for key in wrong)
         raise UserError(f"{file}: {said} are set in the run's own config.", "Take them out of the file.")
-    return config
+    _check_zero(file, zero)
+    whole: dict[str, Any] = config
+    return whole
+
+
+def _check_zero(file: Path, zero: Any) -> None:
+    """By DeepSpeed's own schema, which it would look at when training has begun."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        said = "; ".join(f"zero_optimization.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{file}: {said}.", _MEND) from None
 
 
 def deepspeed_config(given: dict[str, Any], max_grad_norm: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from draftsmith.core.checkpoint import final_checkpoint, read_checkpoint
@@ -47,6 +48,43 @@ def test_make_train_starts_as_many_processes_as_it_is_told(place, tmp_path):
     assert len(list((root / "draftsmith-make-two").glob("events*"))) == 1
     assert sorted(p.name for p in (root / "profile").glob("*.gz")) == ["rank-0.json.gz", "rank-1.json.gz"]
     assert read_checkpoint(final_checkpoint(RunFolder.of(config), "test")).state["batches_per_step"] == 2
+
+
+@pytest.mark.slow
+def test_what_all_processes_refuse_is_said_once(place, tmp_path):
+    file = file_of(place("make-wrong"), tmp_path)
+    _, err = ended(make("NPROC=2", file, "ARGS=train.init_from=/nonexistent"), code=2)
+    assert err.count("error:") == 1 and "/nonexistent" in err and "Traceback" not in err and "Error 2" in err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_number_of_processes_that_is_none_is_named(place, tmp_path, number):
+    _, err = ended(make(f"NPROC={number}", file_of(place("make-none"), tmp_path)), code=2)
+    assert f"NPROC is {number}" in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["launcher", "process"])
+def test_a_killed_launcher_or_process_leaves_nothing_behind(place, tmp_path, which):
+    config = place(f"make-killed-{which}", epochs=2000, eval_interval=10**6, save_interval=10**6)
+    process, run = make("NPROC=2", file_of(config, tmp_path), "ARGS=train.log_interval=1"), RunFolder.of(config)
+    deadline = time.monotonic() + 120
+    while not (run.metrics.is_file() and run.metrics.read_text().count("tokens_per_second") > 2):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    [launcher] = [p for p in children if "draftsmith.train.launch" in p.cmdline()]
+    ranks = [p for p in launcher.children() if "draftsmith" in p.cmdline()]
+    assert len(ranks) == 2
+    (launcher if which == "launcher" else ranks[1]).kill()
+    _, err = ended(process, code=2)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive
+    if which == "launcher":
+        assert run.complete_checkpoints()  # the kernel told them, and they saved
+    else:
+        assert "process of the training is gone" in err or "was ended by SIGKILL" in err
+        assert "Traceback" not in err, err
 
 
 @pytest.mark.slow
