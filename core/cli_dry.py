@@ -41,7 +41,11 @@ def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: 
     Raises:
         UserError: the config, the target's shape or the draft's shape would be refused.
     """
+    from draftsmith.train import dry_run as training
+
     config = load_config(file, overrides)
+    if stage == "train":
+        training.check(config)
     if stage == "train" and config.train.engine == "torchspec":
         return _torchspec(config, target_config)
     check_paths(config, target=target_config is None, sources=False)

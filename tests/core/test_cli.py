@@ -293,14 +293,10 @@ def test_a_full_disk_is_exit_code_1_and_leaves_nothing_half_written(run_cli, con
     assert list(RunFolder.of(synthetic_run).checkpoints.iterdir()) == []
 
 
-def test_a_run_folder_that_cannot_be_made_is_exit_code_1(
-    run_cli, no_engine, config_file, make_config, prompts, tmp_path
-):
+def test_a_run_folder_inside_a_file_is_refused(refused, no_engine, config_file, make_config, prompts, tmp_path):
     (tmp_path / "runs").write_text("a file is in the way")
-    code, _, error = run_cli(
-        "prepare", "--config", config_file(make_config(data=prompts, run={"dir": f"{tmp_path}/runs"}))
-    )
-    assert code == 1 and error.startswith("failed: ") and str(tmp_path / "runs") in error
+    file = config_file(make_config(data=prompts, run={"dir": f"{tmp_path}/runs"}))
+    assert f"run.dir: {tmp_path / 'runs'} is a file" in refused("prepare", "--config", file)
 
 
 def test_an_interruption_says_how_to_go_on(run_cli, config_file, synthetic_run, monkeypatch):
@@ -376,3 +372,22 @@ def test_a_run_that_another_process_works_on_is_refused(refused, config_file, ma
     with RunFolder.of(config).lock():
         message = refused("train", "--config", config_file(config))
     assert "another draftsmith works on" in message
+
+
+def test_an_alias_inside_itself_is_refused(refused, tmp_path):
+    (tmp_path / "odd.yaml").write_text("&a {run: *a}")
+    assert "odd.yaml" in refused("train", "--config", tmp_path / "odd.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["capture", "--shard", "5/4"], "--shard 5/4: not i/n"),
+        (["eval", "--draft", "/nonexistent"], "--draft: /nonexistent is no folder of a draft"),
+        (["train", "train.init_from=/nonexistent"], "no folder /nonexistent"),
+        (["train", "train.engine=deepspeed", "train.deepspeed_config=/nonexistent"], "there is no /nonexistent"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(refused, config_file, synthetic_run, arguments, said):
+    stage, *rest = arguments
+    assert said in refused(stage, "--config", config_file(synthetic_run), "--dry-run", *rest)

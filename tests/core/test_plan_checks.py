@@ -1,5 +1,7 @@
 """`draftsmith plan`: settings that no machine can run, whose hours it prints, and the sizes of the recipes' targets."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,27 @@ def test_the_recipes_targets_have_the_sizes_that_their_makers_give(name):
     every, active, nbytes = PUBLISHED[name]
     assert target_parameters(hf) == (pytest.approx(every, rel=0.01), pytest.approx(active, rel=0.06))
     assert target_bytes(hf, method) == pytest.approx(nbytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_local_experts", "many"),
+        ("num_hidden_layers", "62"),
+        ("vocab_size", 0),
+        ("hidden_size", 0),
+        ("head_dim", -5),
+    ],
+)
+def test_a_described_target_of_odd_sizes_is_refused(tmp_path, key, value):
+    given = json.loads((TARGETS / "minimax_m2_5" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**given, key: value}))
+    with pytest.raises(UserError, match=rf"{tmp_path}/config.json.*{key} is {value!r}"):
+        target_shape(TargetConfig(path="some/where"), tmp_path)
+
+
+def test_a_description_under_another_name_is_refused_instead_of_its_neighbour(tmp_path):
+    shutil.copy(TARGETS / "minimax_m2_5" / "config.json", tmp_path / "config.json")
+    shutil.copy(TARGETS / "qwen3_8b" / "config.json", tmp_path / "qwen.json")
+    with pytest.raises(UserError, match=r"qwen\.json is not called config\.json"):
+        target_shape(TargetConfig(path="some/where"), tmp_path / "qwen.json")

@@ -46,7 +46,10 @@ def test_a_file_of_the_users_comes_first_and_keeps_what_it_sets(tmp_path):
          r"fp16 \(train.precision\), optimizer \(train.optimizer\) are set in the run's own config.*Take them out"),
         ('{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}', r"gradient_clipping \(train.max_grad_norm\)"),
         ('{"zero_optimization": {"stage": 0}}', "stage is 0, not 1, 2 or 3"),
-        ('{"zero_optimization": {}}', r"damaged.*zero2.json"),
+        ('{"zero_optimization": {}}', "stage is None, not 1, 2 or 3.*zero2.json"),
+        ("[]", "stage is None, not 1, 2 or 3"),
+        ('{"zero_optimization": 3}', "stage is None, not 1, 2 or 3"),
+        ('{"zero_optimization": {"stage": 2, "foo": 1}}', "own.json: zero_optimization.foo: Extra inputs"),
         ("{", r"damaged.*zero2.json"),
     ],
 )  # fmt: skip
