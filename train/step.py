@@ -61,7 +61,7 @@ class TrainingStep(nn.Module):
         shape, steps = self.objective.draft.shape, self.config.ttt_steps
         # All J steps of a chunk's label rows have their logits held at once, in two bytes each.
         label_rows = max(1, self.config.logits_bytes // (2 * steps * shape.draft_vocab_size))
-        cudnn = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
+        cudnn = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
         whole = self.config.attention == "auto" and self.fused_dtype is torch.bfloat16 and cudnn
         fp8 = self.config.matmul == "fp8" and done < 1.0 - self.config.bf16_tail
         return Work(batch, lay_out(batch, steps, label_rows, shape.sliding_window, whole), fp8)
