@@ -25,7 +25,16 @@ from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.fp8_states import decode, encode
 from draftsmith.core.manifest import package_versions, write_manifest
-from draftsmith.core.replay import SampleRounds, acceptance, bootstrap_interval, chain_matches, walk
+from draftsmith.core.replay import (
+    SampleRounds,
+    acceptance,
+    bootstrap_lengths,
+    chain_matches,
+    conversation_of,
+    interval,
+    tally,
+    walk,
+)
 from draftsmith.core.run import RunFolder
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, shard_name
 from draftsmith.core.target import resolve_target
@@ -93,8 +102,9 @@ def judged(config: Config, checkpoint: Checkpoint, store: HiddenStateStore) -> d
         loss, rows = loss + sums.loss_J, rows + sums.rows_J
     per_step = (loss / rows).tolist()
     decayed = sum(config.train.step_decay**j * x for j, x in enumerate(per_step))
-    interval = bootstrap_interval(rounds, 1000, 0)
-    return {"loss": decayed, "loss_per_step": per_step, **acceptance(rounds, k), "ci95": interval}
+    groups = [conversation_of(r.sample_id) for r in rounds]
+    lengths = bootstrap_lengths(groups, [tally(rounds, k)], 1000, 0)[:, 0]
+    return {"loss": decayed, "loss_per_step": per_step, **acceptance(rounds, k), "ci95": interval(lengths)}
 
 
 def state_errors(store: HiddenStateStore) -> list[float]:

@@ -72,7 +72,7 @@ def main() -> None:
     torch.manual_seed(0)
     objective, batches = make_objective(args.kv_heads, args.loss), [make_batch() for _ in range(4)]
     parameters = list(objective.draft.parameters())
-    optimizer = make_optimizer(TrainConfig(), parameters)
+    optimizer = make_optimizer(TrainConfig(), objective.draft.named_parameters())
     times = []
     for i in range(args.steps + 3):
         cpu, wall = time.process_time(), time.perf_counter()
