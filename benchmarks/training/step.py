@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--ttt", type=int, nargs="+", default=[7])
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--fp8", action="store_true")
-    parser.add_argument("--attention", choices=["auto", "triton"], default="auto", help="as train.attention")
+    parser.add_argument("--attention", choices=["triton", "auto"], default="triton", help="as train.attention")
     parser.add_argument("--logits-bytes", type=int, default=TrainConfig().logits_bytes)
     parser.add_argument(
         "--tiles", nargs="*", default=[], help="e.g. GRAD_KV=64,128,8,2,1: rows, keys, warps, stages, tma"
