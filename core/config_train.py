@@ -113,8 +113,8 @@ class TrainConfig(Section):
     attention: Literal["triton", "auto"] = Field(
         "triton",
         description="Attention of the fused pass. triton: our kernels alone, whose bits repeat; auto: in bfloat16, "
-        "documents of 4,096 tokens and more that are supervised almost throughout are left to cuDNN, which is faster on "
-        "long ones (6 % of a step at 16,384 tokens) and adds up in no fixed order.",
+        "documents of 4,096 tokens and more that are supervised almost throughout are left to cuDNN, which is faster "
+        "on long ones (6 % of a step at 16,384 tokens) and adds up in no fixed order.",
     )
     logits_bytes: int = Field(
         4 * 1024**3, ge=1024, description="The fused pass holds at most about this many bytes of the draft's logits."
