@@ -1,7 +1,7 @@
 """`python -m draftsmith.train.launch`: torchrun, but a scheduler's signals are the processes' own business.
 
 torchrun answers SIGTERM by ending its processes and failing. Here they get the signal, save, end with code 0, and so
-does this. SIGUSR1, which would kill torchrun, goes to them too. All arguments are torchrun's.
+does this. SIGUSR1, which would kill torchrun, goes to the first of them. All arguments are torchrun's.
 """
 
 import itertools
@@ -16,7 +16,9 @@ import psutil
 def _pass_on(number: int, frame: FrameType | None) -> None:
     processes = psutil.Process().children()
     for process in processes:
-        os.kill(process.pid, number)
+        # To save, one is enough, for it tells the others; two that are told at different steps would save twice.
+        if number == signal.SIGTERM or process.environ().get("LOCAL_RANK") == "0":
+            os.kill(process.pid, number)
     if not processes and number == signal.SIGTERM:
         sys.exit(128 + number)  # nothing has begun that could be saved
 
