@@ -238,6 +238,12 @@ def _export(config: Config) -> None:
     run_export(config)
 
 
+def _say_once(text: str) -> None:
+    """On stderr; the other processes of a training on this host say the same, and are not heard."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, file=sys.stderr)
+
+
 def main() -> None:
     """Console entry point: an error of the user's is one paragraph, not a traceback."""
     # The libraries' own bars and notices would print over our progress.
@@ -248,15 +254,14 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other processes of a training say the same
-            print(f"error: {error}", file=sys.stderr)
+        _say_once(f"error: {error}")
         sys.exit(2)
     except StageFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(1)
     except SystemExit as end:
-        if end.code == 130 and os.environ.get("LOCAL_RANK", "0") == "0":
-            print("stopped; run the stage again to go on.", file=sys.stderr)
+        if end.code == 130:
+            _say_once("stopped; run the stage again to go on.")
         raise
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:
@@ -267,8 +272,7 @@ def main() -> None:
         )
         sys.exit(1)
     except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("stopped; run the stage again to go on.", file=sys.stderr)
+        _say_once("stopped; run the stage again to go on.")
         sys.exit(130)
 
 

@@ -18,7 +18,7 @@ from draftsmith.core.config_io import load_config
 from draftsmith.core.draft_shape import DraftShape, resolve_shape
 from draftsmith.core.manifest import MANIFEST
 from draftsmith.core.named import check_paths
-from draftsmith.core.plan import target_shape
+from draftsmith.core.plan import described_folder, target_shape
 from draftsmith.core.run import RunFolder
 from draftsmith.core.sizes import draft_parameters
 from draftsmith.core.target import Target, context_of, resolve_layer_ids
@@ -46,8 +46,8 @@ def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: 
     config = load_config(file, overrides)
     if stage == "train":
         training.check(config)
-    if stage == "train" and config.train.engine == "torchspec":
-        return _torchspec(config, target_config)
+        if config.train.engine == "torchspec":
+            return training.dry_run(_with_target(config, target_config))
     check_paths(config, target=target_config is None, sources=False)
     target = target_shape(config.target, target_config)
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
@@ -66,14 +66,11 @@ def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: 
     print(json.dumps(made, indent=2))
 
 
-def _torchspec(config: Config, target_config: Path | None) -> None:
-    """What TorchSpec would be given: its YAML, and the command."""
-    from draftsmith.train.dry_run import dry_run as say_what
-
-    if target_config is not None:
-        folder = target_config.parent if target_config.is_file() else target_config
-        config = config.model_copy(update={"target": config.target.model_copy(update={"path": str(folder)})})
-    say_what(config)
+def _with_target(config: Config, target_config: Path | None) -> Config:
+    if target_config is None:
+        return config
+    folder = described_folder(target_config)
+    return config.model_copy(update={"target": config.target.model_copy(update={"path": str(folder)})})
 
 
 def _engine(config: Config) -> dict[str, Any]:

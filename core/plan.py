@@ -89,6 +89,17 @@ _COUNTS = {
 }  # fmt: skip
 
 
+def described_folder(path: Path) -> Path:
+    """The folder of `--target-config`, which names it or the config.json in it.
+
+    Raises:
+        UserError: it is a file of another name, whose neighbour would be read.
+    """
+    if path.is_file() and path.name != "config.json":
+        raise UserError(f"--target-config: {path} is not called config.json.", "Name a folder that holds one.")
+    return path.parent if path.is_file() else path
+
+
 def target_shape(config: TargetConfig, described: Path | None = None) -> Target:
     """The target by its config.json alone.
 
@@ -101,9 +112,7 @@ def target_shape(config: TargetConfig, described: Path | None = None) -> Target:
     """
     folder = Path(config.path).expanduser()
     if described is not None:
-        if described.is_file() and described.name != "config.json":
-            raise UserError(f"--target-config: {described} is not called config.json.", "Name a folder that holds one.")
-        folder = described.parent if described.is_file() else described
+        folder = described_folder(described)
     elif config.path == embedded.NAME:
         folder = embedded.embedded_checkpoint()
     elif not folder.is_dir():

@@ -1,4 +1,4 @@
-"""TorchSpec's figures in our `metrics.jsonl`, under our names where they mean the same."""
+"""`metrics.jsonl`: one JSON object a line, of every engine."""
 
 import json
 import math
@@ -32,6 +32,7 @@ class Figures:
 
 
 def _finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for: nan and infinities."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):

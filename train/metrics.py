@@ -1,28 +1,22 @@
 """Where training's figures go: `metrics.jsonl` always, Accelerate's trackers by config."""
 
-import json
-import math
-import time
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from draftsmith.core.atomic import write_text
 from draftsmith.core.config import Config
 from draftsmith.core.progress import say
+from draftsmith.train.figures import Figures
 
 
 class Metrics:
     """Appends one JSON object a line; only the main process writes."""
 
     def __init__(self, path: Path, accelerator: Accelerator, config: Config, resumed_step: int) -> None:
-        self.path, self.accelerator = path, accelerator
-        if accelerator.is_main_process:
-            # What a killed run logged after its last checkpoint will be logged again.
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= resumed_step]
-            write_text(path, "".join(line + "\n" for line in kept))
+        self.path = path
+        self._file = Figures(path, resumed_step) if accelerator.is_main_process else None
         self._trackers = [t for name in config.train.trackers if (t := self._start(name, config))]
 
     def _start(self, name: str, config: Config) -> GeneralTracker | None:
@@ -43,9 +37,8 @@ class Metrics:
 
     def log(self, step: int, **values: Any) -> None:
         """Record figures of an optimizer step; lists get one scalar per entry in the trackers."""
-        if self.accelerator.is_main_process:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite({"step": step, "time": round(time.time(), 3), **values})) + "\n")
+        if self._file:
+            self._file.log(step, values)
         for tracker in list(self._trackers):
             try:
                 tracker.log(_flat(values), step=step)
@@ -60,21 +53,6 @@ class Metrics:
                 tracker.finish()
             except Exception as error:
                 say(f"warning: tracker {tracker.name} did not finish ({error}); metrics.jsonl has every figure")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    # A line cut off by a kill has no end; json would not read it.
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
 def _flat(value: dict[str, Any], at: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import cast
 
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.progress import Meter, meter, say
-from draftsmith.train.torchspec.figures import Figures
+from draftsmith.train.figures import Figures
 from draftsmith.train.torchspec.log import Event, events
 from draftsmith.train.torchspec.plan import Plan
 
