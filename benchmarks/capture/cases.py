@@ -38,7 +38,7 @@ class Case:
     Attributes:
         layers: of the target; None: a real checkpoint.
         gpus: that one engine takes.
-        memory: share of GPU memory of one engine; engines take turns alive where three fit side by side.
+        memory: share of GPU memory of one engine, free when it starts; engines take turns alive where three fit side by side.
         tokens: of a round.
         length: tokens of a prompt.
         layer_ids: of the auxiliary states.
@@ -57,8 +57,8 @@ class Case:
 TOGETHER = 0.33
 
 CASES = {
-    "smollm2": Case("smollm2", None, 1, 0.28, 1_000_000),
-    "minimax4": Case("minimax4", 4, 1, 0.28, 400_000, layer_ids=[1, 2, 3]),
+    "smollm2": Case("smollm2", None, 1, 0.1, 1_000_000),
+    "minimax4": Case("minimax4", 4, 1, 0.2, 400_000, layer_ids=[1, 2, 3]),
     "minimax62": Case("minimax62", 62, 2, 0.94, 1_000_000, layer_ids=[2, 31, 59]),
 }
 
@@ -75,9 +75,9 @@ def make_job(case: Case, scratch: Path, folder: Path, settings: dict[str, Any], 
     if settings.pop("cpu"):
         target["dtype"] = "auto"
     else:
-        target["engine_args"].setdefault("gpu_memory_utilization", case.memory)
         if case.memory < TOGETHER:  # engines that start side by side cannot measure what is left for them
             target["engine_args"].setdefault("kv_cache_memory_bytes", 8 * 1024**3)
+        target["engine_args"].setdefault("gpu_memory_utilization", case.memory)
     capture = {"layer_ids": case.layer_ids, **settings}
     config = Config.model_validate({"target": target, "capture": capture, "data": {"max_length": 2048}})
     resolved = resolve_target(config.target)

@@ -170,6 +170,8 @@ def measure(case: Case, args: argparse.Namespace, scratch: Path) -> list[dict[st
         if has_cuda():
             for engine in alive:
                 engine.ready()
+        while args.after and not args.after.exists():
+            time.sleep(0.2)
         rows += rounds(alive, folders, args.seconds)
     for engine in alive:
         engine.stop()
@@ -219,6 +221,7 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--engine-args", default="{}", help='JSON, e.g. {"enforce_eager": true}')
     parser.add_argument("--capture", default="{}", help='JSON of the capture section, e.g. {"writer_threads": 4}')
+    parser.add_argument("--after", type=Path, help="engines that are ready wait for this file: others measure until then")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/draftsmith-bench"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
