@@ -38,7 +38,8 @@ class Case:
     Attributes:
         layers: of the target; None: a real checkpoint.
         gpus: that one engine takes.
-        memory: share of GPU memory of one engine, free when it starts; engines take turns alive where three fit side by side.
+        memory: share of GPU memory of one engine, free when it starts; where three fit side by side they take turns
+            alive.
         tokens: of a round.
         length: tokens of a prompt.
         layer_ids: of the auxiliary states.

@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--engine-args", default="{}", help='JSON, e.g. {"enforce_eager": true}')
     parser.add_argument("--capture", default="{}", help='JSON of the capture section, e.g. {"writer_threads": 4}')
-    parser.add_argument("--after", type=Path, help="engines that are ready wait for this file: others measure until then")
+    parser.add_argument("--after", type=Path, help="ready engines wait for this file: others may be measuring")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/draftsmith-bench"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
