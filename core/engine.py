@@ -180,6 +180,15 @@ def vllm_engine(config: TargetConfig, target: Target, **llm_args: Any) -> Iterat
         llm.llm_engine.engine_core.shutdown()
 
 
+def seeded_args() -> dict[str, Any]:
+    """Arguments of an engine whose requests have seeds of their own.
+
+    vLLM draws once for every part of a prompt and winds the generator back, which a CPU's cannot: its engine ends with
+    "CPU Generator does not use offset". So no prompt is cut in parts there.
+    """
+    return {} if has_cuda() else {"enable_chunked_prefill": False}
+
+
 @contextmanager
 def engine_errors() -> Iterator[None]:
     """Errors of the block as ours: an engine's own types may not even cross to the parent process.

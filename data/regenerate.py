@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped
-from draftsmith.core.engine import answer, in_engine_process, vllm_engine
+from draftsmith.core.engine import answer, in_engine_process, seeded_args, vllm_engine
 from draftsmith.core.progress import Meter, meter, say
 from draftsmith.core.target import Target, load_tokenizer
 from draftsmith.data.dialogues import Dialogues, Request
@@ -71,7 +71,8 @@ def _answer(
 
 def _answer_here(config: Config, target: Target, dialogues: Dialogues, first: Request, shown: Meter) -> None:
     longest = config.data.max_length
-    with vllm_engine(config.target, target, max_model_len=longest, seed=config.run.seed) as llm:
+    args = {"max_model_len": longest, "seed": config.run.seed, **seeded_args()}
+    with vllm_engine(config.target, target, **args) as llm:
         answer_on_engine(config, llm, dialogues, first, shown)
 
 

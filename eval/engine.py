@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.core.config import Config, TargetConfig
 from draftsmith.core.draft_folder import refuse_sglang_ids
-from draftsmith.core.engine import EngineProcess, all_outcomes, engine_errors, has_cuda, outcome, vllm_engine
+from draftsmith.core.engine import (
+    EngineProcess,
+    all_outcomes,
+    engine_errors,
+    has_cuda,
+    outcome,
+    seeded_args,
+    vllm_engine,
+)
 from draftsmith.core.errors import StageFailed
 from draftsmith.core.target import Target
 from draftsmith.eval.passes import Clock, Counters, Job, Pass, Side
@@ -106,6 +114,7 @@ def engine_args(
         "enable_prefix_caching": False,  # it changes acceptance; recorded in the report
         "disable_log_stats": False,  # the counters are what we came for
         "seed": config.run.seed,
+        **seeded_args(),
     }
     if has_cuda() and share < 1.0:
         args["gpu_memory_utilization"] = share * float(given.pop("gpu_memory_utilization", 0.9))

@@ -81,6 +81,18 @@ def test_a_killed_prepare_goes_on_and_ends_with_the_same_samples(config, cli, wh
     assert not journal.exists()
 
 
+def test_replies_are_drawn_where_prompts_fill_more_than_one_batch(config, cli, tmp_path):
+    # Cut in parts, a prompt with a seed of its own ended vLLM's CPU engine.
+    source = tmp_path / "long.jsonl"
+    rows = [{"id": str(i), "prompt": f"{i}. " + "Name some animals and rivers. " * 20} for i in range(48)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampling = {"temperature": 0.7, "max_tokens": 4}
+    file, run = config("drawn", sources=[{"path": str(source)}], sampling=sampling, dedup={"near": False, "exact": False})
+    cli("prepare", "--config", file)
+    samples = read_samples(run / "samples")
+    assert len(samples) == 48 and sum(s.loss_spans[0][0] for s in samples) > 4096
+
+
 @pytest.fixture(scope="module")
 def server(serving, tmp_path_factory):
     """URL of vLLM's own OpenAI server on the same target."""
