@@ -84,7 +84,7 @@ def guessed() -> Callable[[Objective, Batch, int], Batch]:
         for at in range(2, batch.num_tokens):  # a chain sees the tokens before the one it guesses
             row, j = at - 2 - (at - 2) % steps, 1 + (at - 2) % steps
             with torch.no_grad():
-                step = [s for s in unroll(objective.draft, batch, steps) if s.j == j][0]
+                step = next(s for s in unroll(objective.draft, batch, steps) if s.j == j)
                 mine = (step.rows_R == row).nonzero()[:, 0]
                 if len(mine) and at % 7:
                     batch.input_ids_T[at] = target_ids_V[objective.draft.lm_head(step.hidden_RH[mine]).argmax()]

@@ -156,8 +156,8 @@ def test_matches_beforehand_are_those_of_the_loss(bad):
     early, late, grad = torch.full((rows,), 7.0), torch.full((rows,), 7.0), z.clone()
     loss_kernels._match[(rows,)](z, truth, pairs, early, size, 0.7, 8)
     loss_kernels._judge[(rows,)](
-        grad, torch.full((1, size), 1 / size), grad, grad, labels, truth, pairs, torch.ones(1), torch.empty(rows), late, 0,
-        rows, size, size, 0.7, 3.0, 0, False, False, 8,
+        grad, torch.full((1, size), 1 / size), grad, grad, labels, truth, pairs, torch.ones(1), torch.empty(rows), late,
+        0, rows, size, size, 0.7, 3.0, 0, False, False, 8,
     )  # fmt: skip
     assert early.tolist() == late.tolist()
     assert set(early.tolist()) == {0.0, 1.0}

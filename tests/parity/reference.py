@@ -30,7 +30,9 @@ class Sums:
 
 @dataclass
 class Gradients:
-    """loss: float, weighted; gradients: float64 by parameter name, zeros where a parameter is not reached; rows, hits by step."""
+    """loss: float, of the weighted sums; gradients: float64 by parameter name, zeros where one is not reached; by step:
+    rows, hits.
+    """
 
     loss: float
     gradients: dict
