@@ -72,6 +72,14 @@ class TrainConfig(Section):
     )
     ttt_steps: PositiveInt = Field(7, description="Training-time-test steps J.")
     step_decay: float = Field(0.8, gt=0.0, le=1.0, description="Step j weighs step_decay^(j-1) in the loss.")
+    rejected_weight: float = Field(
+        1.0,
+        ge=0.0,
+        le=1.0,
+        description="What a step of a chain weighs in the loss where an earlier step's draft was not the reply's own "
+        "token, so that the server would have rejected it and never used the step. 1: as much as any other; 0: only "
+        "what serving at temperature 0 would use.",
+    )
     loss: LossName = Field(
         "soft_ce",
         description="soft_ce: soft cross-entropy against the target renormalised over the draft vocabulary; "

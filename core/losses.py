@@ -34,16 +34,22 @@ class LossOptions:
         name: a key of `LOSSES`.
         temperature: divides the logits of draft and target.
         lk_eta: of `lk_lambda`.
+        rejected_weight: 0 to 1, what the loss of a row at step j is multiplied by where an earlier step's draft at that
+            row was not the reply's own token: the server rejects there, and never uses step j. It weighs gradients
+            only: reported losses are without it, evaluation never has it. The mean is still over all supervised rows
+            of a step, not over what the weights add up to. So a served pair weighs the same whatever this is and
+            however many chains live, and a deep step that few chains reach moves the draft as little as it matters.
     """
 
     name: LossName = "soft_ce"
     temperature: float = 1.0
     lk_eta: float = 3.0
+    rejected_weight: float = 1.0
 
     @staticmethod
     def of(config: TrainConfig) -> "LossOptions":
         """The options of a config."""
-        return LossOptions(config.loss, config.loss_temperature, config.lk_eta)
+        return LossOptions(config.loss, config.loss_temperature, config.lk_eta, config.rejected_weight)
 
     @property
     def needs_full_vocabulary(self) -> bool:

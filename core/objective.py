@@ -26,11 +26,18 @@ class StepSums:
         rows_J: float32, supervised rows.
         hits_J: float32, rows where the draft's argmax is the reply's own token; a token outside the draft vocabulary
             is a miss.
+        weighted_J: float32, sum of the losses by their `chain_weights`; None where these are all 1, and in evaluation.
     """
 
     loss_J: Tensor
     rows_J: Tensor
     hits_J: Tensor
+    weighted_J: Tensor | None = None
+
+    @property
+    def minimised_J(self) -> Tensor:
+        """The sums that training minimises; `loss_J` are those that are reported."""
+        return self.loss_J if self.weighted_J is None else self.weighted_J
 
 
 class Objective(nn.Module):
@@ -52,12 +59,18 @@ class Objective(nn.Module):
         self.register_buffer("draft_ids", to_draft_ids(target_ids_V, draft.shape.vocab_size), persistent=False)
 
     def forward(self, batch: Batch, steps: int) -> StepSums:
-        """Unroll, compare, sum; gradients flow through `loss_J`."""
+        """Unroll, compare, sum; gradients flow through `loss_J` and `weighted_J`."""
         zero = batch.aux_TAH.new_zeros((), dtype=torch.float32)
-        losses, hits = [zero] * steps, [zero] * steps
+        losses, hits, weighted = [zero] * steps, [zero] * steps, [zero] * steps
+        rejected = self.loss.rejected_weight
+        alive_T = batch.loss_mask_T.new_ones(batch.num_tokens)  # no draft of the row's chain was rejected so far
         for step, loss_R, match_R in self.judge(batch, steps):
             losses[step.j - 1], hits[step.j - 1] = loss_R.sum(), match_R.sum()
-        return StepSums(torch.stack(losses), supervised_rows(batch, steps), torch.stack(hits))
+            if rejected != 1.0:
+                weighted[step.j - 1] = torch.where(alive_T[step.rows_R], loss_R, rejected * loss_R).sum()
+                alive_T[step.rows_R] &= match_R > 0
+        weighted_J = None if rejected == 1.0 else torch.stack(weighted)
+        return StepSums(torch.stack(losses), supervised_rows(batch, steps), torch.stack(hits), weighted_J)
 
     def judge(self, batch: Batch, steps: int) -> Iterator[tuple[Step, Tensor, Tensor]]:
         """Every step of the unroll with each row's loss and match (1 or 0), float32 [R]; replay walks on it."""
@@ -80,6 +93,17 @@ class Objective(nn.Module):
     def matches(self, logits_RV: Tensor, true_ids_R: Tensor) -> Tensor:
         """float32 [R]: 1 where the draft's argmax, mapped to the target's vocabulary, is the true token."""
         return (logits_RV.argmax(-1) == self.get_buffer("draft_ids")[true_ids_R]).float()
+
+
+def chain_weights(hits_JR: Tensor, rejected_weight: float) -> Tensor:
+    """float32 [J, R]: 1 where all earlier steps of the row were hits (so at step 1), elsewhere `rejected_weight`.
+
+    Args:
+        hits_JR: float32, 1 or 0.
+        rejected_weight: `LossOptions.rejected_weight`.
+    """
+    alive_JR = torch.cat([torch.ones_like(hits_JR[:1]), hits_JR[:-1].cumprod(0)])
+    return alive_JR + (1.0 - alive_JR) * rejected_weight
 
 
 def supervised_rows(batch: Batch, steps: int) -> Tensor:

@@ -159,7 +159,8 @@ class Trainer:
                 self.average.update()
         else:
             self._skip([name for work in works for name in work.batch.sample_ids], norm)
-        sums = StepSums(*(torch.stack(part).sum(0) for part in zip(*(vars(p).values() for p in parts), strict=True)))
+        figures = zip(*((p.loss_J, p.rows_J, p.hits_J) for p in parts), strict=True)
+        sums = StepSums(*(torch.stack(part).sum(0) for part in figures))
         end, save_now = (told[-2:] > 0).tolist()
         return sums, rows_J, norm, (end, save_now)
 

@@ -67,7 +67,7 @@ class TrainingStep(nn.Module):
         return Work(batch, lay_out(batch, steps, label_rows, shape.sliding_window, whole), fp8)
 
     def forward(self, work: Work, weights_J: Tensor | None = None) -> tuple[Tensor, StepSums]:
-        """sum_j weights[j] * (loss sum of step j), and every step's sums.
+        """sum_j weights[j] * (sum of step j that is minimised), and every step's sums, for reports.
 
         Args:
             work: on the device.
@@ -83,7 +83,7 @@ class TrainingStep(nn.Module):
 
             return fused_loss(self.objective, work.batch, work.layout, weights_J, self.fused_dtype, work.fp8)
         sums: StepSums = self.objective(work.batch, self.config.ttt_steps)
-        return (weights_J * sums.loss_J).sum(), replace(sums, loss_J=sums.loss_J.detach())
+        return (weights_J * sums.minimised_J).sum(), replace(sums, loss_J=sums.loss_J.detach(), weighted_J=None)
 
     def matches(self, work: Work) -> tuple[Tensor, StepSums]:
         """Leading matches of every row, for replay, by the same pass."""

@@ -18,7 +18,7 @@ from draftsmith.core.fused.launch import block
 from draftsmith.core.fused.layout import Layout
 from draftsmith.core.fused.weights import Weights
 from draftsmith.core.losses import LEAST_LOGIT
-from draftsmith.core.objective import Objective, StepSums
+from draftsmith.core.objective import Objective, StepSums, chain_weights
 
 # Logits that a program works on at once, and its warps.
 BLOCK, WARPS = 2048, 4
@@ -92,13 +92,30 @@ def _overlap(z_row, p_row, lse, size, inverse_temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _match(Z, TRUTH, PAIRS, HITS, size, inverse_temperature, BLOCK: tl.constexpr):
+    """One pair a program: the match that `_judge` finds, for weights that depend on it before the gradient is made."""
+    i = tl.program_id(0)
+    z_row, truth = Z + i.to(tl.int64) * size, tl.load(TRUTH + i)
+    true_logit = tl.load(z_row + tl.maximum(truth, 0)).to(tl.float32) * inverse_temperature
+    better = 0
+    for c0 in range(0, size, BLOCK):
+        c = c0 + tl.arange(0, BLOCK)
+        z = _logits(z_row, c, size, inverse_temperature)
+        better += tl.sum(((z > true_logit) | ((z == true_logit) & (c < truth))).to(tl.int32), 0)
+    hit = (truth >= 0) & (true_logit == true_logit) & (better == 0)  # no NaN is a hit
+    tl.store(HITS + tl.load(PAIRS + i), hit.to(tl.float32))
+
+
+@triton.jit
 def _judge(
     Z, P, GRAD, SCALE, LABELS, TRUTH, PAIRS, WEIGHTS, LOSS, HITS, first_label, count, size, grad_width,
-    inverse_temperature, eta, MODE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    inverse_temperature, eta, MODE: tl.constexpr, SCALED: tl.constexpr, OF_PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One pair a program: loss, match, and the logits overwritten by the loss's weighted gradient (core/losses.py).
 
     No element of that gradient is more than its weight / temperature: every loss's is a difference of probabilities.
+    The weights are of steps, or `OF_PAIRS`.
     """
     i = tl.program_id(0)
     z_row = Z + i.to(tl.int64) * size
@@ -120,7 +137,10 @@ def _judge(
         soft, hard = share * soft, 1.0 - share
     pair = tl.load(PAIRS + i)
     truth = tl.load(TRUTH + i)
-    weight = tl.load(WEIGHTS + pair // count) * inverse_temperature
+    if OF_PAIRS:
+        weight = tl.load(WEIGHTS + pair) * inverse_temperature
+    else:
+        weight = tl.load(WEIGHTS + pair // count) * inverse_temperature
     tl.store(LOSS + pair, loss)
     true_logit = tl.load(z_row + tl.maximum(truth, 0)).to(tl.float32) * inverse_temperature
     tl.debug_barrier()  # every thread has read the truth's logit before any overwrites it
@@ -164,7 +184,10 @@ class LossPass:
 def loss_pass(
     objective: Objective, hidden_JRH: Tensor, w: Weights, batch: Batch, layout: Layout, weights_J: Tensor | None
 ) -> LossPass:
-    """Losses and matches of every pair, and gradients of sum_j weights[j] * loss[j].
+    """Losses and matches of every pair, and gradients of sum_j weights[j] * loss[j], rejected steps by their weight.
+
+    A pair's earlier steps have earlier labels, so they are in its chunk or in one before: once the matches of a chunk
+    are known, so are the weights of its pairs.
 
     Args:
         objective: the loss and the target's head.
@@ -184,6 +207,8 @@ def loss_pass(
     blocks = min(BLOCK, block(vocab))
     weights = loss.new_zeros(steps) if weights_J is None else weights_J
     peak, hidden_peak = weights.abs().max() / options.temperature, w.products.normed(w.norm)
+    by_chain = grad is not None and options.rejected_weight != 1.0
+    share_JR: Tensor | None = None  # of a step's weight, that a pair has
     for chunk in layout.chunks:
         own = slice(chunk.p0, chunk.p1)
         pairs = layout.pairs_P[own]
@@ -192,10 +217,16 @@ def loss_pass(
         logits_PV = w.products.forward(hidden_PH, w.head_VH, peak=hidden_peak)
         into_head, into, scale = w.products.overwriting(logits_PV, peak)
         truth = truth_T[layout.truth_P[own]]
+        if by_chain:
+            _match[(len(pairs),)](
+                logits_PV, truth, pairs, hits, vocab, 1.0 / options.temperature, blocks, num_warps=WARPS
+            )
+            share_JR = chain_weights(hits.view(steps, count), options.rejected_weight)
+        given = weights if share_JR is None else weights[:, None] * share_JR
         _judge[(len(pairs),)](
-            logits_PV, probs_MV, into, peak if scale is None else scale, layout.labels_P[own], truth, pairs, weights,
+            logits_PV, probs_MV, into, peak if scale is None else scale, layout.labels_P[own], truth, pairs, given,
             loss, hits, chunk.m0, count, vocab, into.stride(0), 1.0 / options.temperature, options.lk_eta,
-            _MODES[options.name], scale is not None, blocks, num_warps=WARPS,
+            _MODES[options.name], scale is not None, by_chain, blocks, num_warps=WARPS,
         )  # fmt: skip
         if grad is not None:
             into_head = w.products.overwritten(into_head, train_head)
@@ -204,7 +235,8 @@ def loss_pass(
                 grad_head = w.products.into_weight(grad_head, into_head, hidden_PH, hidden_peak)
     loss_JR, hits_JR = loss.view(steps, count), hits.view(steps, count)
     rows_J = torch.bincount(layout.pairs_P // count, minlength=steps).float()
-    sums = StepSums(loss_JR.sum(1), rows_J, hits_JR.sum(1))
+    weighted_J = None if share_JR is None else (share_JR * loss_JR).sum(1)
+    sums = StepSums(loss_JR.sum(1), rows_J, hits_JR.sum(1), weighted_J)
     return LossPass(loss_JR, hits_JR, sums, None if grad is None else grad.view_as(hidden_JRH), grad_head)
 
 

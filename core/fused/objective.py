@@ -37,7 +37,7 @@ class _Pass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         sums = done.sums
         ctx.mark_non_differentiable(sums.loss_J, sums.rows_J, sums.hits_J)
-        return (weights_J * sums.loss_J).sum(), sums.loss_J, sums.rows_J, sums.hits_J
+        return (weights_J * sums.minimised_J).sum(), sums.loss_J, sums.rows_J, sums.hits_J
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ class _Pass(torch.autograd.Function):
 def fused_loss(
     objective: Objective, batch: Batch, layout: Layout, weights_J: Tensor, dtype: torch.dtype, fp8: bool = False
 ) -> tuple[Tensor, StepSums]:
-    """sum_j weights[j] * loss[j] of a batch, to be run backward, and the sums of every step.
+    """sum_j weights[j] * minimised[j] of a batch, to be run backward, and the sums of every step, for reports.
 
     Args:
         objective: draft and target head.

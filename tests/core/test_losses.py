@@ -28,8 +28,8 @@ def test_every_name_of_the_config_is_a_loss():
 
 
 def test_options_come_from_the_config():
-    config = TrainConfig(loss="lk_lambda", loss_temperature=2.0, lk_eta=1.5)
-    assert LossOptions.of(config) == LossOptions("lk_lambda", 2.0, 1.5)
+    config = TrainConfig(loss="lk_lambda", loss_temperature=2.0, lk_eta=1.5, rejected_weight=0.5)
+    assert LossOptions.of(config) == LossOptions("lk_lambda", 2.0, 1.5, 0.5)
     assert [n for n in LOSSES if LossOptions(n).needs_full_vocabulary] == list(ON_P)
 
 

@@ -1,6 +1,7 @@
 """What the parity tests share: small objectives, random packed batches."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.losses import LossOptions
 from draftsmith.core.objective import Objective
 from draftsmith.core.target_weights import TargetHead
+from draftsmith.core.unroll import unroll
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_AUX = 32, 40, 16, 3
 
@@ -66,6 +68,29 @@ def make_batch() -> Callable[..., Batch]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def guessed() -> Callable[[Objective, Batch, int], Batch]:
+    """`guessed(objective, batch, steps)`: reply tokens that the draft's chains at every `steps`-th row guess right.
+
+    Every seventh token stays as it is, so some of these chains break off; those at the rows between mostly do at once.
+    """
+
+    def write(objective: Objective, batch: Batch, steps: int) -> Batch:
+        ids = objective.get_buffer("draft_ids")
+        target_ids_V = ids.argsort()[-int((ids >= 0).sum()) :]
+        batch = replace(batch, input_ids_T=batch.input_ids_T.clone())
+        for at in range(2, batch.num_tokens):  # a chain sees the tokens before the one it guesses
+            row, j = at - 2 - (at - 2) % steps, 1 + (at - 2) % steps
+            with torch.no_grad():
+                step = next(s for s in unroll(objective.draft, batch, steps) if s.j == j)
+                mine = (step.rows_R == row).nonzero()[:, 0]
+                if len(mine) and at % 7:
+                    batch.input_ids_T[at] = target_ids_V[objective.draft.lm_head(step.hidden_RH[mine]).argmax()]
+        return batch
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,13 @@ import torch
 
 from draftsmith.core.chains import judge_chains
 from draftsmith.core.fused import attention, pointwise, whole
+from draftsmith.core.fused import loss as loss_kernels
 from draftsmith.core.fused.chains import fused_chains
 from draftsmith.core.fused.fp8 import Fp8Products, cast_into, scaled
 from draftsmith.core.fused.layout import lay_out
 from draftsmith.core.fused.objective import fused_loss, fused_matches
 from draftsmith.core.losses import LossOptions
+from draftsmith.core.objective import step_weights
 from draftsmith.core.replay import chain_matches
 
 STEPS, DECAY = 3, 0.8
@@ -75,6 +77,90 @@ def test_every_option_equals_the_reference(agree, make_objective, make_batch, va
 )
 def test_every_loss_equals_the_reference(agree, make_objective, make_batch, loss):
     agree(make_objective(loss, head_dim=16), make_batch(MASKS[:2]), steps=2)
+
+
+@pytest.fixture
+def chains(make_objective, make_batch, guessed):
+    """`chains(loss)`: an objective, and a batch on which some of its chains of four steps live and others die."""
+
+    def make(loss):
+        objective = make_objective(loss, head_dim=16)
+        batch = guessed(objective, make_batch([[0, 0, *[1] * 14], [0, 1, 1, 0, 0, *[1] * 7], [0, 0, 0]]), 4)
+        leading, _ = chain_matches(objective, batch, 4)
+        assert (leading == 4).any() and set(leading.tolist()) > {0, 1}
+        return objective, batch
+
+    return make
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["soft_ce", "lk_alpha"])
+def test_rejected_steps_weigh_less_as_in_the_eager_pass(agree, chains, name, weight):
+    """Chunks of three label rows, so that a chain of four crosses into another."""
+    objective, batch = chains(LossOptions(name, rejected_weight=weight))
+    agree(objective, batch, steps=4, label_rows=3)
+    ours = {n: p.grad / 3.0 for n, p in objective.draft.named_parameters()}
+    objective.zero_grad()
+    eager = objective(batch, 4)
+    (step_weights(eager.rows_J, DECAY) * eager.minimised_J).sum().backward()
+    for n, p in objective.draft.named_parameters():
+        assert float((ours[n] - p.grad).norm() / p.grad.norm()) < 2e-4, n
+    layout = lay_out(batch, 4, 3)
+    chunk_of = {int(p): i for i, c in enumerate(layout.chunks) for p in layout.pairs_P[c.p0 : c.p1]}
+    of_step_4 = range(3 * layout.num_rows, 4 * layout.num_rows)
+    assert any(chunk_of[p] != chunk_of[p - 3 * layout.num_rows] for p in of_step_4 if p in chunk_of)
+    _, sums = fused_loss(objective, batch, layout, torch.ones(4), torch.float32)
+    torch.testing.assert_close(sums.loss_J, eager.loss_J.detach())  # what is reported is without weights
+    assert sums.hits_J.tolist() == eager.hits_J.tolist() and sums.weighted_J is None
+    evaluated = fused_matches(objective, batch, layout, torch.float32)[1]
+    assert torch.equal(evaluated.loss_J, sums.loss_J) and evaluated.weighted_J is None
+
+
+def test_a_rejected_weight_of_one_is_the_pass_without_it(chains, monkeypatch):
+    """Bit for bit, nothing more launched; and weights of pairs that are all 1 give the same bits too."""
+    launched = []
+
+    class Counting:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return match[grid]
+
+    match = loss_kernels._match
+    monkeypatch.setattr(loss_kernels, "_match", Counting())
+
+    def run(weight):
+        objective, batch = chains(LossOptions("lk_lambda", rejected_weight=weight))
+        weights = DECAY ** torch.arange(4)
+        found, sums = fused_loss(objective, batch, lay_out(batch, 4, 3), weights, torch.float32)
+        found.backward()
+        return [found.detach(), sums.loss_J, sums.hits_J, *[p.grad for p in objective.draft.parameters()]]
+
+    one = run(1.0)
+    assert not launched
+    assert torch.equal(one[0], (DECAY ** torch.arange(4) * one[1]).sum())
+    assert not torch.equal(run(0.5)[-1], one[-1])
+    assert launched
+    monkeypatch.setattr(loss_kernels, "chain_weights", lambda hits_JR, weight: torch.ones_like(hits_JR))
+    assert all(torch.equal(a, b) for a, b in zip(run(0.5), one, strict=True))
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), -2e4, float("-inf")], ids=str)
+def test_matches_beforehand_are_those_of_the_loss(bad):
+    """Of equals the first, whatever the logits are."""
+    size, rows = 11, 40
+    z = torch.randint(-2, 3, (rows, size), generator=torch.Generator().manual_seed(0)).float()
+    z[::3] = bad
+    z[1::6, 4] = bad
+    truth = torch.arange(rows) % (size + 1) - 1
+    pairs, labels = torch.arange(rows).flip(0), torch.zeros(rows, dtype=torch.int32)
+    early, late, grad = torch.full((rows,), 7.0), torch.full((rows,), 7.0), z.clone()
+    loss_kernels._match[(rows,)](z, truth, pairs, early, size, 0.7, 8)
+    loss_kernels._judge[(rows,)](
+        grad, torch.full((1, size), 1 / size), grad, grad, labels, truth, pairs, torch.ones(1), torch.empty(rows), late,
+        0, rows, size, size, 0.7, 3.0, 0, False, False, 8,
+    )  # fmt: skip
+    assert early.tolist() == late.tolist()
+    assert set(early.tolist()) == {0.0, 1.0}
 
 
 def test_tiles_that_cross_documents_and_are_not_full(agree, make_objective, make_batch):

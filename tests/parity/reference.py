@@ -16,17 +16,23 @@ import torch
 
 @dataclass
 class Sums:
-    """loss[j-1] float64 with its graph, rows[j-1] and hits[j-1] of step j; leaves: parameters by name, float64."""
+    """loss[j-1] float64 with its graph, rows[j-1] and hits[j-1] of step j; leaves: parameters by name, float64.
+
+    weighted[j-1]: the losses again, times the options' `rejected_weight` where an earlier step of the row was no hit.
+    """
 
     loss: list
     rows: list
     hits: list
     leaves: dict
+    weighted: list
 
 
 @dataclass
 class Gradients:
-    """loss: float; gradients: float64 by parameter name, zeros where a parameter is not reached; rows, hits by step."""
+    """loss: float, of the weighted sums; gradients: float64 by parameter name, zeros where one is not reached; by step:
+    rows, hits.
+    """
 
     loss: float
     gradients: dict
@@ -47,7 +53,8 @@ def reference_losses(objective, batch, steps):
     """
     row = Row(objective)
     last = {int(r): m.double() for r, m in zip(batch.last_rows_M, batch.last_MH, strict=True)}
-    sums = Sums([torch.zeros((), dtype=torch.float64) for _ in range(steps)], [0] * steps, [0] * steps, row.p)
+    zero = torch.zeros((), dtype=torch.float64)
+    sums = Sums([zero] * steps, [0] * steps, [0] * steps, row.p, [zero] * steps)
     for begin, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         x, r = batch.input_ids_T[begin:end].tolist(), batch.loss_mask_T[begin:end].tolist()
         aux = batch.aux_TAH[begin:end].double()
@@ -56,8 +63,12 @@ def reference_losses(objective, batch, steps):
         inputs = [row.layer_input(x[t + 1], row.fuse(aux[t]))[0] for t in range(len(x) - 1)]
         step1 = [(t, *row.key_value(inp, t)) for t, inp in enumerate(inputs)]
         for t in range(len(x)):
+            weight = 1.0
             for j, loss, hit in row.chain(x, r, aux, state, t, step1, steps):
                 sums.loss[j - 1] = sums.loss[j - 1] + loss
+                sums.weighted[j - 1] = sums.weighted[j - 1] + weight * loss
+                if not hit:
+                    weight = objective.loss.rejected_weight
                 sums.rows[j - 1] += 1
                 sums.hits[j - 1] += hit
     return sums
@@ -74,7 +85,7 @@ def reference_gradients(objective, batch, steps, decay):
         `Gradients`.
     """
     sums = reference_losses(objective, batch, steps)
-    loss = sum(decay**j * s / max(1, c) for j, (s, c) in enumerate(zip(sums.loss, sums.rows, strict=True)))
+    loss = sum(decay**j * s / max(1, c) for j, (s, c) in enumerate(zip(sums.weighted, sums.rows, strict=True)))
     if loss.requires_grad:
         loss.backward()
     grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in sums.leaves.items()}

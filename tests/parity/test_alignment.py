@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from draftsmith.core.config_train import TrainConfig
 from draftsmith.core.losses import LossOptions
-from draftsmith.core.objective import step_weights, supervised_rows
+from draftsmith.core.objective import chain_weights, step_weights, supervised_rows
+from draftsmith.core.replay import chain_matches
+from draftsmith.train.step import TrainingStep
 
 STEPS, DECAY = 4, 0.8
 MASKS = [[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 0], [0, 0, 1], [1, 1, 1, 1, 1, 1]]
@@ -55,7 +58,7 @@ def agree(reference):
 
     def check(objective, batch, steps=STEPS):
         sums = objective(batch, steps)
-        loss = (step_weights(sums.rows_J, DECAY) * sums.loss_J).sum()
+        loss = (step_weights(sums.rows_J, DECAY) * sums.minimised_J).sum()
         loss.backward()
         wanted = reference.reference_gradients(objective, batch, steps, DECAY)
         assert sums.rows_J.tolist() == wanted.rows
@@ -81,6 +84,72 @@ def test_every_draft_equals_the_reference(agree, make_objective, make_batch, val
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda o: f"{o.name}, T={o.temperature}")
 def test_every_loss_equals_the_reference(agree, make_objective, make_batch, loss, draft_vocab_size):
     agree(make_objective(loss, draft_vocab_size=draft_vocab_size), make_batch(MASKS))
+
+
+REPLIES = [[0, 0, 0, *[1] * 22], [0, 1, 1, 0, 0, *[1] * 9], [0, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["soft_ce", "lk_alpha"])
+def test_rejected_steps_equal_the_references(agree, make_objective, make_batch, guessed, name, weight):
+    objective = make_objective(LossOptions(name, rejected_weight=weight))
+    batch = guessed(objective, make_batch(REPLIES), STEPS)
+    leading, _ = chain_matches(objective, batch, STEPS)
+    assert (leading == STEPS).any() and set(leading.tolist()) > {0, 1}  # chains that live, and that die early and late
+    agree(objective, batch)
+
+
+@torch.no_grad()
+def test_rejected_steps_by_hand(make_objective, make_batch, guessed):
+    """The chain of row 0 guesses x2, x3, x4, x5; each time an earlier one of them is made a miss."""
+    objective, steps = make_objective(LossOptions(rejected_weight=0.25)), 4
+    batch = guessed(objective, make_batch([[0, 1, 1, 1, 1, 1]]), steps)
+    outside = int((objective.draft_ids < 0).nonzero()[0])
+    for spoiled, weights in ((5, [1.0, 1.0, 1.0, 1.0]), (3, [1.0, 1.0, 0.25, 0.25]), (2, [1.0, 0.25, 0.25, 0.25])):
+        batch.input_ids_T[spoiled] = outside
+        judged = list(objective.judge(batch, steps))
+        assert [step.rows_R.tolist() for step, _, _ in judged] == [[0, 1, 2, 3], [0, 1, 2], [0, 1], [0]]
+        hits = [match_R.tolist() for _, _, match_R in judged]  # hits[j - 1][row]
+        wanted = [0.0] * steps
+        for step, loss_R, _ in judged:
+            for row, loss in enumerate(loss_R.tolist()):
+                weight = 1.0 if all(hits[i][row] for i in range(step.j - 1)) else 0.25
+                assert row or weight == weights[step.j - 1]
+                wanted[step.j - 1] += weight * loss
+        sums = objective(batch, steps)
+        assert sums.weighted_J.tolist() == pytest.approx(wanted)
+        assert sums.loss_J.tolist() == pytest.approx([float(loss_R.sum()) for _, loss_R, _ in judged])
+
+
+def test_chain_weights_by_hand():
+    hits = torch.tensor([[1.0, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 0]])
+    wanted = [[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 1], [0, 0, 0, 1]]
+    assert chain_weights(hits, 0.0).tolist() == wanted
+    assert chain_weights(hits, 0.5).tolist() == [[1.0 if x else 0.5 for x in row] for row in wanted]
+    assert chain_weights(hits[:1], 0.0).tolist() == [[1.0] * 4]
+
+
+def test_what_is_reported_has_no_weights_and_a_weight_of_one_changes_no_bit(make_objective, make_batch, guessed):
+    batch = guessed(make_objective(), make_batch(REPLIES), STEPS)
+
+    def run(**options):
+        objective = make_objective(LossOptions("lk_lambda", **options))
+        step = TrainingStep(objective, TrainConfig(ttt_steps=STEPS), None)
+        loss, sums = step(step.lay_out(batch), 0.8 ** torch.arange(STEPS))
+        loss.backward()
+        return objective, sums, [p.grad for p in objective.draft.parameters()]
+
+    plain, sums, grads = run()
+    (same, _, ones), (weighted, reported, others) = run(rejected_weight=1.0), run(rejected_weight=0.3)
+    assert all(torch.equal(a, b) for a, b in zip(grads, ones, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+    assert same(batch, STEPS).weighted_J is None and sums.weighted_J is reported.weighted_J is None
+    assert torch.equal(sums.loss_J, reported.loss_J) and torch.equal(sums.hits_J, reported.hits_J)
+    (_, mine), (_, theirs) = (chain_matches(o, batch, STEPS) for o in (weighted, plain))
+    assert torch.equal(mine.loss_J, theirs.loss_J) and mine.weighted_J is None
+    plain.zero_grad()  # as training was before there were weights
+    (0.8 ** torch.arange(STEPS) * plain(batch, STEPS).loss_J).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(grads, plain.draft.parameters(), strict=True))
 
 
 def test_the_head_of_another_norm_equals_the_reference(agree, make_objective, make_batch):

@@ -45,6 +45,19 @@ def test_every_loss_falls(synthetic_run, changed, loss):
     assert sum(seen[-5:]) < 0.97 * sum(seen[:5])
 
 
+@pytest.mark.parametrize("weight", [0, 0.3])
+def test_rejected_steps_may_weigh_less(synthetic_run, changed, weight):
+    """The draft learns, and another than without; the first step's losses are reported as they are without."""
+    plain, own = (changed(synthetic_run, train={"epochs": 8, "rejected_weight": w}) for w in (1.0, weight))
+    without, before = trained(plain), losses(plain)
+    shutil.rmtree(RunFolder.of(plain).checkpoints)
+    RunFolder.of(plain).metrics.unlink()
+    weighed, seen = trained(own), losses(own)
+    assert seen[0] == before[0] and seen[-1] != before[-1]
+    assert sum(seen[-5:]) < 0.97 * sum(seen[:5])
+    assert any(not torch.equal(t, without.tensors[name]) for name, t in weighed.tensors.items())
+
+
 def test_a_frozen_head_stays_the_targets_and_the_rest_learns(synthetic_run, changed):
     config = changed(synthetic_run, draft={"train_lm_head": False})
     checkpoint = trained(config)

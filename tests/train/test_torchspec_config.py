@@ -126,6 +126,7 @@ def test_mooncake_holds_what_waits(torchspec_run):
     ("sections", "said"),
     [
         ({"train": {"step_decay": 0.9}}, "train.step_decay is 0.9"),
+        ({"train": {"rejected_weight": 0.3}}, "train.rejected_weight is 0.3"),
         ({"train": {"loss": "kl"}}, "train.loss is kl"),
         ({"train": {"betas": [0.8, 0.9]}}, "train.betas"),
         ({"train": {"ema_decay": 0.99}}, "train.ema_decay"),

@@ -12,6 +12,7 @@ from draftsmith.core.target_weights import weight_names
 # Settings that TorchSpec has one value of, written into its code (eagle3_trainer.py, optimizer.py, llama3_eagle.py).
 _ONLY: dict[str, tuple[Any, ...]] = {
     "train.step_decay": (0.8,),
+    "train.rejected_weight": (1.0,),
     "train.loss": ("soft_ce",),
     "train.loss_temperature": (1.0,),
     "train.hidden_noise": (0.0,),
