@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from draftsmith.core.errors import UserError
+from draftsmith.core.losses import LossOptions
 
 pytest.importorskip("triton")
 
@@ -169,6 +170,40 @@ def test_on_a_gpu(make_objective, make_batch, values, seed):
         assert off < 1.2 * eager[name] + 2e-3, (name, off, eager[name])
     again = run(True, torch.bfloat16)
     assert all(torch.equal(half[n], again[n]) for n in half)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_rejected_steps_on_a_gpu(make_objective, make_batch, weight):
+    """Float32 against eager float32; bfloat16 and float8 find the same weights twice, so their bits repeat."""
+    from draftsmith.core.fused.layout import lay_out
+    from draftsmith.core.fused.objective import fused_loss
+
+    cuda, steps = torch.device("cuda"), 5
+    objective = make_objective(LossOptions("lk_alpha", rejected_weight=weight), head_dim=64).to(cuda)
+    host = make_batch([[0] * 30 + [1] * 700, [0, *[1] * 1500]])
+    host.input_ids_T[:] = (objective.draft_ids >= 0).nonzero()[:2, 0].cpu()[host.input_ids_T % 2]
+    layout, batch = lay_out(host, steps, 300).to(cuda), host.to(cuda)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    weights = 0.8 ** torch.arange(steps, device=cuda) / layout.num_rows
+
+    def run(dtype, fp8=False):
+        objective.zero_grad()
+        loss, sums = fused_loss(objective, batch, layout, weights, dtype, fp8)
+        loss.backward()
+        return sums, [p.grad.clone() for p in objective.draft.parameters()]
+
+    wanted = objective(batch, steps)
+    assert wanted.hits_J[0] > 20 and float(wanted.weighted_J[1]) < float(wanted.loss_J[1])
+    sums, ours = run(torch.float32)
+    assert sums.hits_J.tolist() == wanted.hits_J.tolist()
+    objective.zero_grad()
+    (weights * wanted.minimised_J).sum().backward()
+    for mine, p in zip(ours, objective.draft.parameters(), strict=True):
+        assert float((mine - p.grad).norm() / p.grad.norm()) < 1e-3
+    for kind in ((torch.bfloat16, False), (torch.bfloat16, True)):
+        first, again = run(*kind)[1], run(*kind)[1]
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.gpu
