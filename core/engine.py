@@ -93,6 +93,10 @@ class EngineProcess:
         """Run `work` there and return its result; as `in_engine_process`."""
         return outcome(self.submit(work, *args, **kwargs), work.__name__)
 
+    def let_end(self) -> None:
+        """It ends once its work is done; the block's end waits for that. Several end side by side this way."""
+        self._pool.shutdown(wait=False)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End it, and whatever it started."""
         try:

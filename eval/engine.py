@@ -90,8 +90,9 @@ def engine_sides(
                 outcome(opened[-1], _open.__name__)
         all_outcomes(opened, _open.__name__)
         yield [EngineSide(process, draft, k) for process, (draft, k) in zip(processes, variants, strict=True)]
+        all_outcomes([process.submit(_close) for process in processes], _close.__name__)
         for process in processes:
-            process.run(_close)
+            process.let_end()
 
 
 def engine_args(

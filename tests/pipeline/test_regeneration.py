@@ -87,7 +87,8 @@ def test_replies_are_drawn_where_prompts_fill_more_than_one_batch(config, cli, t
     rows = [{"id": str(i), "prompt": f"{i}. " + "Name some animals and rivers. " * 20} for i in range(48)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sampling = {"temperature": 0.7, "max_tokens": 4}
-    file, run = config("drawn", sources=[{"path": str(source)}], sampling=sampling, dedup={"near": False, "exact": False})
+    dedup = {"near": False, "exact": False}
+    file, run = config("drawn", sources=[{"path": str(source)}], sampling=sampling, dedup=dedup)
     cli("prepare", "--config", file)
     samples = read_samples(run / "samples")
     assert len(samples) == 48 and sum(s.loss_spans[0][0] for s in samples) > 4096
