@@ -135,10 +135,30 @@ class SourceConfig(Section):
 class SamplingConfig(Section):
     """How the target answers the prompts."""
 
-    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; replay is exact only for greedy replies.")
+    temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 is greedy; replay is exact only for greedy replies.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; 1 is off.")
     top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0 is off.")
-    repetition_penalty: float = Field(1.0, gt=0.0, description="1 is off.")
+    min_p: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Sample from the tokens that are at least this share as likely as the likeliest; 0 is off.",
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0.0, description="Against tokens that the prompt or the reply has already; 1 is off."
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Against tokens that the reply has already; 0 is off."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="The same, for every time that it has them; 0 is off."
+    )
+    replies: PositiveInt = Field(
+        1,
+        description="Replies that the target writes to every prompt, each with a seed of its own; of several turns "
+        "each is a whole conversation. They stay on one side of the split and count as one conversation; equal ones "
+        "are used once. More than one needs a temperature above 0.",
+    )
     seed: int | None = Field(None, ge=0, le=2**32 - 1, description="Seed of the replies; null: run.seed.")
     max_tokens: int = Field(256, ge=2, description="Longest reply in tokens; one token leaves nothing to draft.")
 
@@ -164,7 +184,8 @@ class DedupConfig(Section):
     near: bool = Field(
         True,
         description="Drop conversations whose user turns are nearly equal (MinHash), under the same system text and "
-        "tools. Set it to false where several replies to one prompt are wanted.",
+        "tools. Set it to false where the sources hold several replies to one prompt, and all are wanted; those of "
+        "data.sampling.replies are not compared.",
     )
     threshold: float = Field(0.8, gt=0.0, le=1.0, description="Jaccard similarity that counts as nearly equal.")
     ngram: PositiveInt = Field(3, description="Words in a row that are compared as one.")
@@ -394,5 +415,20 @@ class Config(Section):
             raise ValueError(
                 f"data.sampling.max_tokens ({self.data.sampling.max_tokens}) must be below "
                 f"data.max_length ({self.data.max_length}), which holds the prompt too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replies_can_differ(self) -> Self:
+        sampling = self.data.sampling
+        if sampling.replies > 1 and self.data.replies == "keep":
+            raise ValueError(
+                f"data.sampling.replies is {sampling.replies}, and with data.replies=keep the target writes none: set "
+                "data.replies to regenerate, or leave data.sampling.replies out"
+            )
+        if sampling.replies > 1 and sampling.temperature == 0:
+            raise ValueError(
+                f"data.sampling.replies is {sampling.replies} at temperature 0, where all replies to a prompt are the "
+                "same: set data.sampling.temperature above 0, or leave data.sampling.replies out"
             )
         return self
