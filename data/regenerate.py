@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.core.config import Config, SamplingConfig
+from draftsmith.core.config import Config
+from draftsmith.core.config_replies import SamplingConfig
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.engine import answer, in_engine_process, vllm_engine
 from draftsmith.core.progress import Meter, meter, say

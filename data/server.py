@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 
-from draftsmith.core.config import Config, SamplingConfig, ServerConfig
+from draftsmith.core.config import Config
+from draftsmith.core.config_replies import SamplingConfig, ServerConfig
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.progress import Meter, say
 from draftsmith.data.dialogues import Dialogues, Request

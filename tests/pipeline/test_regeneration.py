@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from draftsmith.core.config import SamplingConfig
+from draftsmith.core.config_replies import SamplingConfig
 from draftsmith.core.embedded import embedded_checkpoint
 from draftsmith.core.samples import read_samples
 
