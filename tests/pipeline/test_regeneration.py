@@ -88,6 +88,23 @@ def test_a_killed_prepare_goes_on_and_ends_with_the_same_samples(config, cli, wh
     assert not (run / "journal").exists()
 
 
+# Every value that a model may recommend: an engine and a server must mean the same by it.
+SAMPLING = {
+    "temperature": 1.0, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.05,
+    "presence_penalty": 0.5, "frequency_penalty": 0.1, "max_tokens": 16, "replies": 3, "seed": 5,
+}  # fmt: skip
+
+
+def test_several_replies_to_every_prompt_from_an_engine_that_is_killed_on_the_way(config, cli, left_engines):
+    file, run = config("several", sampling=SAMPLING)
+    kill_on_the_way(file, run, left_engines)
+    assert "are there already" in cli("prepare", "--config", file).stdout
+    samples = read_samples(run / "samples")
+    counted = Counter(s.sample_id.rpartition("/")[2].partition("~")[2] for s in samples)
+    assert set(counted) == {"", "1", "2"} and len(samples) > 2 * len(TALKS)  # equal ones are there once
+    assert len({(s.conversation_id, s.split) for s in samples}) == len(TALKS)
+
+
 @pytest.fixture(scope="module")
 def server(serving, tmp_path_factory):
     """URL of vLLM's own OpenAI server on the same target."""
@@ -108,24 +125,12 @@ def test_a_running_server_writes_the_same_samples(config, cli, whole, server):
     assert same >= len(whole) - 1  # another batch may turn a near-tie
 
 
-def test_several_replies_to_every_prompt_are_the_same_from_a_killed_engine_and_from_a_server(
-    config, cli, server, left_engines
-):
-    """Every value that a model may recommend is set: both ways must mean the same by it."""
-    sampling = {
-        "temperature": 1.0, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.05,
-        "presence_penalty": 0.5, "frequency_penalty": 0.1, "max_tokens": 16, "replies": 3, "seed": 5,
-    }  # fmt: skip
-    file, run = config("several", sampling=sampling)
-    kill_on_the_way(file, run, left_engines)
-    assert "are there already" in cli("prepare", "--config", file).stdout
-    mine = read_samples(run / "samples")
-    served, theirs = config("several-served", sampling=sampling, server={"url": server, "concurrency": 4})
+def test_a_running_server_writes_the_same_several_replies(config, cli, server):
+    file, run = config("several", sampling=SAMPLING)
+    cli("prepare", "--config", file)  # there already, unless this test runs alone
+    served, theirs = config("several-served", sampling=SAMPLING, server={"url": server, "concurrency": 4})
     cli("prepare", "--config", served)
-    assert_mostly_equal(mine, read_samples(theirs / "samples"))
-    counted = Counter(s.sample_id.rpartition("/")[2].partition("~")[2] for s in mine)
-    assert set(counted) == {"", "1", "2"} and len(mine) > 2 * len(TALKS)  # equal ones are there once
-    assert len({(s.conversation_id, s.split) for s in mine}) == len(TALKS)
+    assert_mostly_equal(read_samples(run / "samples"), read_samples(theirs / "samples"))
 
 
 def assert_mostly_equal(mine, theirs):
