@@ -61,11 +61,11 @@ def distinct(
         conversations: as given.
     """
     for number, replies in groupby(talks, key=lambda rows: rows[0].conversation):
-        first: dict[tuple[int, tuple[int, ...]], int] = {}
+        first: dict[tuple[int, ...], int] = {}
         for rows in replies:
             kept, same = list[Row](), list[Skipped]()
             for row in rows:
-                earlier = first.setdefault((row.turn, tuple(row.input_ids)), row.reply)
+                earlier = first.setdefault(tuple(row.input_ids), row.reply)
                 if earlier == row.reply:
                     kept.append(row)
                     continue

@@ -144,7 +144,8 @@ def test_all_that_vllm_reads_of_a_generation_config_can_be_given_and_our_limits_
     from vllm import SamplingParams
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    recommended, ours = set(CompletionRequest._DEFAULT_SAMPLING_PARAMS), SamplingConfig.model_fields
+    recommended = set(CompletionRequest(model="m", prompt="p")._DEFAULT_SAMPLING_PARAMS)
+    ours = SamplingConfig.model_fields
     assert recommended >= {"temperature", "top_k", "presence_penalty"} and recommended <= set(ours)
     for name in recommended:
         for limit in ours[name].metadata:
@@ -152,5 +153,5 @@ def test_all_that_vllm_reads_of_a_generation_config_can_be_given_and_our_limits_
                 if (value := getattr(limit, kind, None)) is not None:
                     SamplingParams(**{name: value})
                     beyond = value + (1 if kind == "le" else -2)
-                    with pytest.raises(ValueError, match=name):
+                    with pytest.raises(Exception, match=name):
                         SamplingParams(**{name: beyond})
