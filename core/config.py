@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from draftsmith.core.config_eval import EvalConfig
+from draftsmith.core.config_replies import SamplingConfig, ServerConfig
 from draftsmith.core.config_train import DraftConfig, TrainConfig
 from draftsmith.core.section import PositiveInt, Section, Share
 
@@ -132,31 +133,6 @@ class SourceConfig(Section):
     streaming: bool = Field(False, description="Read it over the network row by row instead of downloading it first.")
 
 
-class SamplingConfig(Section):
-    """How the target answers the prompts."""
-
-    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; replay is exact only for greedy replies.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling; 1 is off.")
-    top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0 is off.")
-    repetition_penalty: float = Field(1.0, gt=0.0, description="1 is off.")
-    seed: int | None = Field(None, ge=0, le=2**32 - 1, description="Seed of the replies; null: run.seed.")
-    max_tokens: int = Field(256, ge=2, description="Longest reply in tokens; one token leaves nothing to draft.")
-
-
-class ServerConfig(Section):
-    """A running vLLM server (OpenAI API) that answers the prompts instead of an engine of our own."""
-
-    url: str = Field(
-        pattern=r"^https?://[^\s/]+", description="Base URL, e.g. http://host:8000 or http://host:8000/v1."
-    )
-    model: str | None = Field(None, description="Served model name; null: the only one there is.")
-    api_key_env: str | None = Field(None, description="Environment variable that holds the API key; null: none.")
-    concurrency: PositiveInt = Field(256, description="Requests in flight; at least the server's --max-num-seqs.")
-    timeout: float = Field(600.0, gt=0.0, description="Seconds that one reply may take.")
-    retries: int = Field(5, ge=0, description="Further tries of a request that failed, each after a longer wait.")
-    retry_wait: float = Field(1.0, ge=0.0, description="Seconds before the first of them; doubles with each.")
-
-
 class DedupConfig(Section):
     """Which conversations count as repeated; the first one is kept."""
 
@@ -164,7 +140,8 @@ class DedupConfig(Section):
     near: bool = Field(
         True,
         description="Drop conversations whose user turns are nearly equal (MinHash), under the same system text and "
-        "tools. Set it to false where several replies to one prompt are wanted.",
+        "tools. Set it to false where the sources hold several replies to one prompt, and all are wanted; those of "
+        "data.sampling.replies are not compared.",
     )
     threshold: float = Field(0.8, gt=0.0, le=1.0, description="Jaccard similarity that counts as nearly equal.")
     ngram: PositiveInt = Field(3, description="Words in a row that are compared as one.")
@@ -394,5 +371,20 @@ class Config(Section):
             raise ValueError(
                 f"data.sampling.max_tokens ({self.data.sampling.max_tokens}) must be below "
                 f"data.max_length ({self.data.max_length}), which holds the prompt too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replies_can_differ(self) -> Self:
+        sampling = self.data.sampling
+        if sampling.replies > 1 and self.data.replies == "keep":
+            raise ValueError(
+                f"data.sampling.replies is {sampling.replies}, and with data.replies=keep the target writes none: set "
+                "data.replies to regenerate, or leave data.sampling.replies out"
+            )
+        if sampling.replies > 1 and sampling.temperature == 0:
+            raise ValueError(
+                f"data.sampling.replies is {sampling.replies} at temperature 0, where all replies to a prompt are the "
+                "same: set data.sampling.temperature above 0, or leave data.sampling.replies out"
             )
         return self

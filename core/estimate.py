@@ -64,13 +64,15 @@ def amount_of(config: Config, run: RunFolder) -> Amount:
     how = f"estimated from every source's size and first {_READ} conversations, at {_CHARACTERS:g} characters a token"
     if config.data.replies == "regenerate":
         how += f", every reply of data.sampling.max_tokens ({config.data.sampling.max_tokens}), which is the most"
+        if config.data.sampling.replies > 1:
+            how += f", {config.data.sampling.replies} replies (data.sampling.replies) to every prompt"
     return Amount(
         round(sum(p[0] for p in parts)), tokens, replies, 1 - config.data.eval_share, config.data.max_length, how
     )
 
 
 def _of_source(config: Config, source: SourceConfig) -> tuple[float, float, float]:
-    """Conversations, tokens and reply tokens."""
+    """Samples, tokens and reply tokens."""
     read = [
         c for c in islice(read_conversations(source, roles=config.data.roles), _READ) if isinstance(c, Conversation)
     ]
@@ -79,6 +81,8 @@ def _of_source(config: Config, source: SourceConfig) -> tuple[float, float, floa
     lengths = [_tokens(config, c) for c in read]
     count = float(len(read)) if len(read) < _READ else _count(source)
     count = min(count, source.limit or count) * source.weight
+    if config.data.replies == "regenerate":
+        count *= config.data.sampling.replies
     tokens, replies = (count * sum(n[i] for n in lengths) / len(lengths) for i in (0, 1))
     return count, tokens, replies
 

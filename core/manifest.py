@@ -105,11 +105,18 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
 
 def _with_defaults(recorded: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
     """Recorded sections of the config with the keys that came later, whose defaults are what was done without them."""
-    filled = dict(recorded)
-    for name, defaults in Config().model_dump(mode="json").items():
-        if isinstance(there := recorded.get(name), dict) and isinstance(here := inputs.get(name), dict):
-            filled[name] = {**{key: defaults[key] for key in defaults.keys() & here.keys()}, **there}
-    return filled
+    sections = Config().model_dump(mode="json")
+    sections["sampling"] = sections["data"]["sampling"]  # a report has it at the top
+    del sections["data"]["roles"]  # names, no section: one that came later made a skipped row a usable one
+    return {name: _filled(there, inputs.get(name), sections.get(name)) for name, there in recorded.items()}
+
+
+def _filled(there: Any, here: Any, defaults: Any) -> Any:
+    """`there`, and where all three are mappings those defaults that only `here` has a key for."""
+    if not (isinstance(there, dict) and isinstance(here, dict) and isinstance(defaults, dict)):
+        return there
+    later = {key: defaults[key] for key in defaults.keys() & here.keys() - there.keys()}
+    return {**later, **{key: _filled(value, here.get(key), defaults.get(key)) for key, value in there.items()}}
 
 
 def differences(there: Any, here: Any, name_there: str, name_here: str, at: str = "") -> list[str]:

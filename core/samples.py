@@ -2,7 +2,7 @@
 
 | column | type | meaning |
 |---|---|---|
-| sample_id | string | unique; conversation id and turn, `demo-a-001/0` |
+| sample_id | string | unique; conversation id and turn, `demo-a-001/0`; of a second reply `demo-a-001/0~1` |
 | input_ids | list<int32> | prompt and reply ids, as the engine was given and emitted them |
 | loss_spans | list<fixed_size_list<int32>[2]> | [start, end) of every reply in input_ids |
 | source | string | name of the source |

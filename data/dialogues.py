@@ -4,12 +4,13 @@
 them. It ends early where the source goes on as no client could: with a tool's answer to a call that the target may not
 have made, with a user's turn after a call that it did make, or after a reply that was cut. `history: source` asks for
 every reply that the source has, after the source's own messages; pre-tokenised turns are asked as they are either way.
+With `data.sampling.replies` every conversation is held that many times, each with replies of its own.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.core.config import Config
@@ -18,15 +19,16 @@ from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.reasoning import ClientView
 from draftsmith.core.rendering import render_prompt
 from draftsmith.data.journal import Journal
+from draftsmith.data.replies import place, reply_seed
 from draftsmith.data.tool_calls import call_marker
 
 # Conversations that have rows and could have had more: listed, but no fault of the source.
 ENDED_EARLY = ("after_tool_turn", "after_length_cut", "history_too_long")
-_SEED_STRIDE = 1_000_003
 
 _Asked = tuple[int, list[int]]  # turn, prompt ids
 _Answered = tuple[list[int], str]  # reply ids, finish reason
 _Talk = Generator[_Asked, _Answered, None]
+_Whose = tuple[int, int]  # conversation, and which of its replies
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,12 @@ class Request:
     """One prompt for the target.
 
     Attributes:
+        reply: which of several to the conversation, counted from 0.
         seed: of its own, so that a sampled reply does not depend on what else is in the batch; None: greedy.
     """
 
     conversation: int
+    reply: int
     turn: int
     prompt_ids: list[int]
     max_tokens: int
@@ -50,9 +54,9 @@ class Dialogues:
     def __init__(self, config: Config, tokenizer: Any, conversations: Sequence[Conversation], journal: Journal) -> None:
         self._config, self._tokenizer, self._conversations = config, tokenizer, conversations
         self._journal, self._view = journal, ClientView(config.target, tokenizer)
-        self._unopened: Iterator[tuple[int, _Talk]] = self._talks()
+        self._unopened: Iterator[tuple[_Whose, _Talk]] = self._talks()
         self._ready: deque[Request] = deque()
-        self._talking: dict[tuple[int, int], _Talk] = {}
+        self._talking: dict[tuple[int, int, int], _Talk] = {}
         self.skipped: list[Skipped] = []
 
     def take(self) -> Request | None:
@@ -75,42 +79,47 @@ class Dialogues:
                 f"{self._conversations[request.conversation].place}: the engine ended a reply with `{finish_reason}`. "
                 "The replies so far are kept: run the same command."
             )
-        self._journal.add(request.conversation, request.turn, request.prompt_ids, reply_ids, finish_reason)
-        talk = self._talking.pop((request.conversation, request.turn))
-        self._go_on(request.conversation, talk, (reply_ids, finish_reason))
+        whose = (request.conversation, request.reply)
+        self._journal.add(*whose, request.turn, request.prompt_ids, reply_ids, finish_reason)
+        self._go_on(whose, self._talking.pop((*whose, request.turn)), (reply_ids, finish_reason))
 
-    def _go_on(self, c: int, talk: _Talk, answered: _Answered | None) -> None:
+    def _go_on(self, whose: _Whose, talk: _Talk, answered: _Answered | None) -> None:
         """Run a talk to its next unanswered prompt."""
         data = self._config.data
         try:
             turn, prompt_ids = talk.send(answered) if answered else next(talk)
-            while done := self._journal.get(c, turn, prompt_ids):
+            while done := self._journal.get(*whose, turn, prompt_ids):
                 turn, prompt_ids = talk.send(done)
         except StopIteration:
             return
         seed = None
         if data.sampling.temperature > 0:
             base = self._config.run.seed if data.sampling.seed is None else data.sampling.seed
-            seed = (base * _SEED_STRIDE + turn * len(self._conversations) + c) % 2**63
-        self._talking[c, turn] = talk
+            seed = reply_seed(base, len(self._conversations), *whose, turn)
+        self._talking[*whose, turn] = talk
         room = min(data.sampling.max_tokens, data.max_length - len(prompt_ids))
-        self._ready.append(Request(c, turn, prompt_ids, room, seed))
+        self._ready.append(Request(*whose, turn, prompt_ids, room, seed))
 
-    def _talks(self) -> Iterator[tuple[int, _Talk]]:
+    def _talks(self) -> Iterator[tuple[_Whose, _Talk]]:
         for c in range(len(self._conversations)):
             conversation = self._conversations[c]
-            if conversation.tokens:
-                for turn, given in enumerate(conversation.tokens):
-                    yield c, self._single(conversation, turn, given.prompt_ids)
-            elif self._config.data.history == "source" and not _asks_twice(conversation):
-                messages = conversation.messages
-                ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-                if messages[-1]["role"] in ("user", "tool"):
-                    ends.append(len(messages))
-                for turn, end in enumerate(ends):
-                    yield c, self._single(conversation, turn, messages[:end])
-            else:
-                yield c, self._own(conversation)
+            for reply in range(self._config.data.sampling.replies):
+                for talk in self._talks_of(replace(conversation, place=place(conversation, reply))):
+                    yield (c, reply), talk
+
+    def _talks_of(self, conversation: Conversation) -> Iterator[_Talk]:
+        if conversation.tokens:
+            for turn, given in enumerate(conversation.tokens):
+                yield self._single(conversation, turn, given.prompt_ids)
+        elif self._config.data.history == "source" and not _asks_twice(conversation):
+            messages = conversation.messages
+            ends = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            if messages[-1]["role"] in ("user", "tool"):
+                ends.append(len(messages))
+            for turn, end in enumerate(ends):
+                yield self._single(conversation, turn, messages[:end])
+        else:
+            yield self._own(conversation)
 
     def _single(self, conversation: Conversation, turn: int, prompt: list[int] | tuple[Message, ...]) -> _Talk:
         ids = prompt if isinstance(prompt, list) else self._render(conversation, list(prompt))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.core.config import Config
+from draftsmith.core.config_replies import SamplingConfig
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.engine import answer, in_engine_process, seeded_args, vllm_engine
 from draftsmith.core.progress import Meter, meter, say
@@ -17,6 +18,7 @@ from draftsmith.core.target import Target, load_tokenizer
 from draftsmith.data.dialogues import Dialogues, Request
 from draftsmith.data.journal import Journal
 from draftsmith.data.merge import merge
+from draftsmith.data.replies import distinct
 from draftsmith.data.rows import Row
 from draftsmith.data.server import answer_on_server
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 def regenerate(
     config: Config, target: Target, conversations: Sequence[Conversation], journal: Path
 ) -> Iterator[Row | Skipped]:
-    """Answer all conversations; rows come in their order.
+    """Answer all conversations, each `data.sampling.replies` times; rows come in their order.
 
     Args:
         config: of the run.
@@ -39,15 +41,25 @@ def regenerate(
         UserError: the target has no tokenizer or chat template, or the server is not the target's.
         StageFailed: the engine or the server died.
     """
+    _say_unused(config.data.sampling)
     if config.data.server is None:
         skipped, places = in_engine_process(_answer, config, target, conversations, journal)
     else:
         skipped, places = _answer(config, target, conversations, journal)
     yield from skipped
     replies = Journal(journal)
-    for rows in replies.rows(places):
+    for rows, same in distinct(replies.rows(places), conversations):
+        yield from same
         yield from merge(rows, config.data.max_length)
     replies.close()
+
+
+def _say_unused(sampling: SamplingConfig) -> None:
+    """A setting that does nothing is said: who copies a model's recommendations may have left out the temperature."""
+    choosing = {name: getattr(SamplingConfig(), name) for name in ("top_p", "top_k", "min_p")}
+    unused = [f"data.sampling.{name}" for name, off in choosing.items() if getattr(sampling, name) != off]
+    if unused and sampling.temperature == 0:
+        say(f"warning: at data.sampling.temperature 0 replies are greedy, whatever {', '.join(unused)} says")
 
 
 def _answer(
@@ -103,7 +115,10 @@ def sampling_params(config: Config, request: Request) -> "SamplingParams":
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         max_tokens=request.max_tokens,
         seed=request.seed,
         detokenize=False,

@@ -14,6 +14,7 @@ class Row:
         loss_spans: [start, end) of every reply in `input_ids`, ascending.
         finish_reason: `stop` or `length`, of the last reply.
         author: who wrote the replies; `target` where they were regenerated.
+        reply: which of several replies to the conversation, counted from 0.
     """
 
     conversation: int
@@ -22,3 +23,4 @@ class Row:
     loss_spans: list[tuple[int, int]]
     finish_reason: str
     author: str
+    reply: int = 0

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 
-from draftsmith.core.config import Config, SamplingConfig, ServerConfig
+from draftsmith.core.config import Config
+from draftsmith.core.config_replies import SamplingConfig, ServerConfig
 from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.progress import Meter, say
 from draftsmith.data.dialogues import Dialogues, Request
@@ -144,11 +145,14 @@ async def _ask(
         "model": model,
         "prompt": request.prompt_ids,
         "max_tokens": request.max_tokens,
+        # All that a server takes from the model's generation_config.json where a request does not say.
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_p": 0.0,  # a default of the server's would apply otherwise
+        "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "seed": request.seed,
         "return_token_ids": True,
         "add_special_tokens": False,

@@ -35,9 +35,10 @@ from draftsmith.data.inputs import Inputs, read_inputs, source_names
 from draftsmith.data.keep import keep
 from draftsmith.data.length import Unfit, fit
 from draftsmith.data.regenerate import regenerate
+from draftsmith.data.replies import SAME_REPLY, place, sample_id
 from draftsmith.data.rows import Row
 from draftsmith.data.sheet import Examples, sheet_html
-from draftsmith.data.tally import Tally, skipped
+from draftsmith.data.tally import Tally
 
 SKIPPED = "skipped.jsonl"
 SHEET = "sheet.html"
@@ -171,27 +172,29 @@ def _fitting(
 ) -> Iterator[Sample]:
     """Rows that fit, as samples, in the conversations' order: engines answer in any order, runs must be the same."""
     made: DiskList[Row] = DiskList(file)
-    at, turn = array("Q"), array("L")
+    at, reply, turn = array("Q"), array("L"), array("L")
     for row in rows:
         kept = row if isinstance(row, Skipped) else fit(row, config.data, end_ids)
         if isinstance(kept, Unfit):
             assert isinstance(row, Row)
-            tally.skip(skipped(read.conversations[row.conversation], *kept))
+            conversation = read.conversations[row.conversation]
+            tally.skip(Skipped(place(conversation, row.reply), *kept, conversation.source))
         elif isinstance(kept, Skipped):
-            # A conversation that ends early has rows all the same: it is listed, and no fault of the source.
-            (tally.remove if kept.reason in ENDED_EARLY else tally.skip)(kept)
+            # A conversation that ends early, or that has a reply twice, has rows all the same: no fault of the source.
+            (tally.remove if kept.reason in (*ENDED_EARLY, SAME_REPLY) else tally.skip)(kept)
         else:
             made.append(kept)
             at.append(kept.conversation)
+            reply.append(kept.reply)
             turn.append(kept.turn)
     tally.check(config, len(made))
     if not len(made) or read.held_out[np.asarray(at, dtype=np.int64)].all():
         raise UserError("no training sample came out of the sources.", "Add prompts, or lower data.eval_share.")
-    for i in np.lexsort((np.asarray(turn), np.asarray(at))):
+    for i in np.lexsort([np.asarray(key) for key in (turn, reply, at)]):
         row = made[int(i)]
         conversation = read.conversations[row.conversation]
         yield Sample(
-            sample_id=f"{conversation.id}/{row.turn}",
+            sample_id=sample_id(conversation.id, row.turn, row.reply),
             input_ids=row.input_ids,
             loss_spans=row.loss_spans,
             source=conversation.source,

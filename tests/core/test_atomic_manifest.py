@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from draftsmith.core.atomic import atomic_folder, write_atomic, write_json, write_text
+from draftsmith.core.config import DataConfig
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import (
     MANIFEST,
@@ -184,6 +185,20 @@ def test_a_setting_that_came_later_had_its_default_before(made):
     inputs["data"]["too_long"] = "cut"
     with pytest.raises(UserError, match=r'data\.too_long is "reject" there and "cut" in the config'):
         check_inputs(made, read_manifest(made), inputs)
+
+
+def test_so_had_one_within_a_section_and_one_of_a_reports(tmp_path):
+    sampling = DataConfig().sampling.model_dump()
+    before = {k: v for k, v in sampling.items() if k not in ("min_p", "replies")}
+    write_manifest(tmp_path, "eval", {"data": {"sampling": before, "roles": {"user": "user"}}, "sampling": before}, {})
+    now = {"data": {"sampling": sampling, "roles": {"user": "user"}}, "sampling": sampling}
+    check_inputs(tmp_path, read_manifest(tmp_path), now)
+    other = {**now, "sampling": {**sampling, "min_p": 0.5}}
+    with pytest.raises(UserError, match=r"sampling\.min_p is 0\.0 there and 0\.5 in the config"):
+        check_inputs(tmp_path, read_manifest(tmp_path), other)
+    roles = {**now, "data": {**now["data"], "roles": {"user": "user", "human": "user"}}}
+    with pytest.raises(UserError, match=r"data\.roles\.human"):
+        check_inputs(tmp_path, read_manifest(tmp_path), roles)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"stage": "prep', b"\xff\xfe\x00", b"[]", b"{}"])

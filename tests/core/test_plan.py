@@ -209,6 +209,12 @@ def test_an_unprepared_run_is_estimated_and_says_so(make_config, tmp_path):
     assert "estimated" in amount.how and "max_tokens (16), which is the most" in amount.how
     half = make_config(data={"sources": [{"path": str(source), "weight": 0.5, "limit": 300}]})
     assert amount_of(half, RunFolder.of(half)).samples == 150
+    sampling = {"max_tokens": 16, "temperature": 1.0, "replies": 3}
+    three = amount_of(
+        make_config(data={"sources": [{"path": str(source)}], "sampling": sampling}), RunFolder.of(config)
+    )
+    assert (three.samples, three.tokens, three.reply_tokens) == (3000, 3 * amount.tokens, 48000)
+    assert "3 replies (data.sampling.replies) to every prompt" in three.how
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])

@@ -203,6 +203,8 @@ def test_the_demos_prompts_come_in_families_and_none_is_taken_for_a_duplicate(re
         {"data": {"contamination": {"action": "warn"}}},
         {"data": {"contamination": {"sets": ["demo-prompts"]}}},
         {"data": {"sampling": {"temperature": 0.5, "max_tokens": 16}}},
+        {"data": {"sampling": {"presence_penalty": 0.5, "max_tokens": 16}}},
+        {"data": {"sampling": {"temperature": 0.5, "replies": 2, "max_tokens": 16}}},
         {"target": {"dtype": "float32"}},
     ],
 )

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.core.config import DataConfig, SamplingConfig
+from draftsmith.core.config import DataConfig
+from draftsmith.core.config_replies import SamplingConfig
 from draftsmith.data.length import Unfit, fit
 from draftsmith.data.rows import Row
 

@@ -154,7 +154,7 @@ def test_a_stopped_run_goes_on_with_what_it_has(target, tmp_path, done):
     answer_all(Dialogues(config, tokenizer, talks, stopped), most=done)
     stopped.close()
     with (tmp_path / "stopped" / FILE).open("ab") as file:
-        file.write(b"[3,0,[1,2")
+        file.write(b"[3,0,0,[1,2")
     again = Journal(tmp_path / "stopped")
     assert len(again) == min(done, total)
     dialogues = Dialogues(config, tokenizer, talks, again)
@@ -192,7 +192,17 @@ def test_only_replies_to_todays_prompts_become_rows(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"[1,0,[1,2", b"\0\0\0", b"{}", b"7", b"[1,0]", b'[1,0,[1],["x"],"stop"]', b'["a",0,[1],[2],"stop"]']
+    "damaged",
+    [
+        b"[1,0,0,[1,2",
+        b"\0\0\0",
+        b"{}",
+        b"7",
+        b"[1,0]",
+        b'[1,0,[1],[2],"stop"]',
+        b'[1,0,0,[1],["x"],"stop"]',
+        b'["a",0,0,[1],[2],"stop"]',
+    ],
 )
 def test_a_damaged_line_costs_one_reply_and_is_said(target, tmp_path, capsys, damaged):
     config, _, tokenizer = target

@@ -15,10 +15,13 @@ import pytest
 
 from draftsmith.core.conversations import Conversation
 from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.run import RunFolder
+from draftsmith.core.samples import read_samples
 from draftsmith.core.target import resolve_target
 from draftsmith.data.journal import FILE, Journal
 from draftsmith.data.regenerate import regenerate
 from draftsmith.data.rows import Row
+from draftsmith.data.stage import prepare
 
 
 def talk(*turns, name="c"):
@@ -46,7 +49,7 @@ def server():
             if httpd.faults:
                 return self.send({"error": "told to"}, httpd.faults.pop())
             httpd.bodies.append(body)
-            ids = [5 + sum(body["prompt"]) % 50, 7, 1]
+            ids = httpd.reply(body)
             choice = {"token_ids": ids, "prompt_token_ids": body["prompt"], "finish_reason": "stop", **httpd.changes}
             self.send({"choices": [choice]})
 
@@ -65,6 +68,7 @@ def server():
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     httpd.faults, httpd.bodies, httpd.changes, httpd.longest = [], [], {}, 64
     httpd.odd = httpd.odd_models = None
+    httpd.reply = lambda body: [5 + sum(body["prompt"]) % 50, 7, 1]
     httpd.hold, httpd.released = (lambda body: False), threading.Event()
     threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
     yield httpd
@@ -78,9 +82,10 @@ def ask(make_config, changed, server, tmp_path):
     config = make_config(data={"max_length": 64, "sampling": {"max_tokens": 8}})
     resolved = resolve_target(config.target)
 
-    def run(talks, **more):
+    def run(talks, sampling=(), **more):
         settings = {"url": f"http://127.0.0.1:{server.server_port}/v1", "retry_wait": 0.0, "retries": 2, **more}
-        served = changed(config, data={"server": settings})
+        wanted = config.data.sampling.model_dump() | dict(sampling)
+        served = changed(config, data={"server": settings, "sampling": wanted})
         return list(regenerate(served, resolved, talks, tmp_path / "journal"))
 
     return run
@@ -131,6 +136,56 @@ def test_a_server_that_is_not_there_or_too_short_or_another_is_refused_at_once(a
     with pytest.raises(UserError, match="no OpenAI-compatible server answers"):
         ask([TWO_TURNS], url="http://127.0.0.1:9")
     assert not server.bodies
+
+
+def test_every_value_that_a_server_would_fill_in_is_sent(ask, server):
+    """A server fills in what generation_config.json recommends; an engine of our own does not."""
+    ask([TWO_TURNS])
+    assert {k: server.bodies[0][k] for k in ("temperature", "top_p", "top_k", "min_p")} == {
+        "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0
+    }  # fmt: skip
+    penalties = {"repetition_penalty": 1.05, "presence_penalty": 1.5, "frequency_penalty": -0.5}
+    assert [server.bodies[0][k] for k in penalties] == [1.0, 0.0, 0.0]
+    ask([talk("new")], sampling={"temperature": 1.0, "min_p": 0.1, "top_k": 20, "top_p": 0.95, **penalties})
+    asked = {"temperature": 1.0, "min_p": 0.1, "top_k": 20, "top_p": 0.95, **penalties}
+    assert {k: server.bodies[-1][k] for k in asked} == asked
+
+
+def test_what_greedy_replies_do_not_read_is_said(ask, capsys):
+    ask([TWO_TURNS], sampling={"top_k": 20, "min_p": 0.1})
+    assert (
+        "at data.sampling.temperature 0 replies are greedy, whatever data.sampling.top_k, data.sampling.min_p says"
+        in (" ".join(capsys.readouterr().out.split()))
+    )
+
+
+def test_a_whole_prepare_with_several_replies(make_config, server, tmp_path):
+    """Near-duplicates are dropped among the prompts, and no reply is one; equal ones are used once, and counted."""
+    source = tmp_path / "s.jsonl"
+    prompts = [f"tell me about the {w} in the garden of my neighbour" for w in ("oak", "elm", "ash", "fir", "yew")]
+    source.write_text(
+        "".join(json.dumps({"id": p.split()[4], "prompt": p}) + "\n" for p in [*prompts, prompts[0] + "!"])
+    )
+    server.reply = lambda body: [5 + body["seed"] % 2, 6 + len(body["prompt"]) % 3, 7, 1]
+    server.longest = 256
+    config = make_config(
+        data={
+            "sources": [{"path": str(source)}], "max_length": 128, "draft_vocab_size": 64, "eval_share": 0.4,
+            "sampling": {"max_tokens": 8, "temperature": 1.0, "replies": 4},
+            "server": {"url": f"http://127.0.0.1:{server.server_port}"},
+        }
+    )  # fmt: skip
+    prepare(config)
+    assert len(server.bodies) == 4 * 5
+    folder = RunFolder.of(config).samples
+    samples = read_samples(folder)
+    replies = [tuple(s.input_ids) for s in samples]
+    assert 5 < len(replies) == len(set(replies)) <= 10
+    sides = {(s.conversation_id, s.split) for s in samples}
+    assert len(sides) == 5 and {split for _, split in sides} == {"train", "eval"}
+    removed = json.loads((folder / "manifest.json").read_text())["removed"]
+    assert removed == {"near_duplicate": 1, "same_reply": 20 - len(samples)}
+    assert f"{20 - len(samples)} same_reply" in (folder / "sheet.html").read_text()
 
 
 # ---- what ends it ----------------------------------------------------------------------------------------------------
