@@ -284,8 +284,8 @@ class CaptureConfig(Section):
     )
     writer_threads: PositiveInt | None = Field(
         None,
-        description="Threads of an engine that hash and write, each into a shard of its own; null: half of the cores "
-        "and 8 at most, 1 without a GPU.",
+        description="Threads of an engine that hash and write, each into a shard of its own; null: three quarters of "
+        "the cores and 16 at most, 1 without a GPU.",
     )
     gather_bytes: int = Field(
         128 * 1024**2, ge=1024, description="GPU memory that the gathering of finished samples may take at once."

@@ -225,7 +225,7 @@ def connector_args(job: Job, writer: dict[str, Any], served: bool = False, spool
                     "shard_bytes": capture.shard_bytes,
                     "pending_bytes": capture.pending_bytes,
                     "storage": capture.storage,
-                    "threads": capture.writer_threads or (min(8, max(1, cores // 2)) if has_cuda() else 1),
+                    "threads": capture.writer_threads or (min(16, max(1, cores * 3 // 4)) if has_cuda() else 1),
                     "max_rejected": job.max_rejected,
                     **writer,
                 },

@@ -42,20 +42,20 @@ class SpoolWriter(ShardWriter):
             if coming.shard is None:
                 coming.shard = OpenShard(self.folder, self._slot(sample)["shard"], Tail())
         coming.shard.add(sample, tensors)
-        self._count(sample, coming)
+        self._count(lane, sample, coming)
 
-    def _reject(self, sample: SampleRows, entry: dict[str, str]) -> None:
+    def _reject(self, lane: Lane, sample: SampleRows, entry: dict[str, str]) -> None:
         coming = self._of(sample)
         with self._lock:
             coming.rejected.append(entry)
             self.rejected.append(entry)
-        self._count(sample, coming)
+        self._count(lane, sample, coming)
 
     def _of(self, sample: SampleRows) -> _Coming:
         with self._lock:
             return self._coming.setdefault(self._slot(sample)["shard"], _Coming())
 
-    def _count(self, sample: SampleRows, coming: _Coming) -> None:
+    def _count(self, lane: Lane, sample: SampleRows, coming: _Coming) -> None:
         """Commit the shard if this was its last sample."""
         slot = self._slot(sample)
         with self._lock:
@@ -65,7 +65,7 @@ class SpoolWriter(ShardWriter):
             del self._coming[slot["shard"]]
         more = {"steps": slot["steps"], "made_from": slot["made_from"], "rejected": coming.rejected}
         if coming.shard:
-            coming.shard.seal(**more)
+            lane.full.append((coming.shard, more))
         else:
             path = self.folder / shard_name(slot["shard"])
             nothing = {"shard": {"file": path.name, "bytes": 0}, "rows": [], **more}
@@ -87,6 +87,7 @@ class SpoolWriter(ShardWriter):
             raise RuntimeError(f"of these shards, only so many samples have come from the engine: {missing}")
 
     def _drop(self, lane: Lane) -> None:
+        super()._drop(lane)
         with self._lock:
             for coming in self._coming.values():
                 if coming.shard:

@@ -1,7 +1,7 @@
 """Packs samples into shards on threads of its own; a shard is on disk whole, with its index rows, or not at all.
 
-Every thread fills a shard of its own (`shard.py`), so hashing and writing run side by side: one thread hashes and
-writes about half a gigabyte a second. Threads beyond the first start only when batches pile up.
+Every thread fills a shard of its own (`shard.py`), so hashing and writing run side by side: one thread writes and
+hashes about a gigabyte a second. Threads beyond the first start only when batches pile up.
 """
 
 import errno
@@ -10,6 +10,7 @@ import json
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -101,10 +102,17 @@ class _Flush:
 
 @dataclass
 class Lane:
-    """What one thread is filling."""
+    """What one thread is filling.
+
+    Attributes:
+        shard: takes the next sample.
+        full: shards to be sealed, and how; not before the batch's memory is given back, for which the engine may wait.
+        tails: host memory that no open shard uses.
+    """
 
     shard: OpenShard | None = None
-    lasts: Tail = field(default_factory=Tail)
+    full: deque[tuple[OpenShard, dict[str, Any]]] = field(default_factory=deque)
+    tails: list[Tail] = field(default_factory=list)
 
 
 class ShardWriter:
@@ -179,6 +187,7 @@ class ShardWriter:
             with self._change:
                 self._pending -= item.nbytes
                 self._change.notify_all()
+            self._guarded(lane, lambda: self._seal_full(lane))
 
     def _guarded(self, lane: Lane, work: Callable[[], None]) -> None:
         """Do it unless the writer has failed; an error here must stop the run, so it is kept for the producer."""
@@ -218,9 +227,10 @@ class ShardWriter:
             time.sleep(_WAIT)
 
     def _drop(self, lane: Lane) -> None:
-        if lane.shard is not None:
-            lane.shard.discard()
-            lane.shard = None
+        for shard in [shard for shard, _ in lane.full] + ([lane.shard] if lane.shard else []):
+            shard.discard()
+        lane.full.clear()
+        lane.shard = None
 
     def _add(self, lane: Lane, batch: Batch) -> None:
         tensors = batch.collect()
@@ -240,7 +250,7 @@ class ShardWriter:
             alone = tensors | sample_tensors(sample)
             write_atomic(Path(sample.save_to), lambda tmp: save_file(alone, tmp))
         elif reason:
-            self._reject(sample, {"sample_id": sample.sample_id, "reason": reason})
+            self._reject(lane, sample, {"sample_id": sample.sample_id, "reason": reason})
         else:
             self._keep(lane, sample, tensors)
         with self._change:
@@ -248,12 +258,13 @@ class ShardWriter:
 
     def _keep(self, lane: Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
         if lane.shard is None:
-            lane.shard = OpenShard(self.folder, next(self._numbers), lane.lasts)
+            lane.shard = OpenShard(self.folder, next(self._numbers), lane.tails.pop() if lane.tails else Tail())
         lane.shard.add(sample, tensors)
         if lane.shard.nbytes >= self.config.shard_bytes:
-            self._seal(lane)
+            lane.full.append((lane.shard, {}))
+            lane.shard = None
 
-    def _reject(self, sample: SampleRows, entry: dict[str, str]) -> None:
+    def _reject(self, lane: Lane, sample: SampleRows, entry: dict[str, str]) -> None:
         """Remember it on disk at once: a run that goes on after a kill must neither forget nor repeat it."""
         number = next(self._numbers)
         write_text(self.folder / f"rejected-{number:05d}.json", json.dumps([entry]))
@@ -267,8 +278,16 @@ class ShardWriter:
 
     def _seal(self, lane: Lane) -> None:
         if lane.shard is not None:
-            lane.shard.seal()
+            lane.full.append((lane.shard, {}))
             lane.shard = None
+        self._seal_full(lane)
+
+    def _seal_full(self, lane: Lane) -> None:
+        while lane.full:
+            shard, more = lane.full[0]  # it stays there until it is done: an error drops it
+            shard.seal(**more)
+            lane.full.popleft()
+            lane.tails.append(shard.lasts)
 
 
 def sample_tensors(sample: SampleRows) -> dict[str, Tensor]:
