@@ -1,6 +1,7 @@
 """`draftsmith plan`: what a run will need, and what does not fit, before anything runs."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,21 @@ from draftsmith.core.plan_hours import Rates, captures_while_training
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 
-Rate = Annotated[float | None, typer.Option(min=1, help="Tokens/s of all GPUs together; else as measured on H200s.")]
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+def _number(about: str) -> Any:
+    return typer.Option(min=1, callback=_finite, help=about)
+
+
+Rate = Annotated[
+    float | None,
+    _number("Tokens/s of all GPUs together; else as measured on H200s."),
+]
 
 
 def plan(
@@ -27,14 +42,18 @@ def plan(
         str | None, typer.Option("--gpu", help="What the hours are for, e.g. H100; else this machine's, or an H200.")
     ] = None,
     reply_rate: Annotated[
-        float | None, typer.Option(min=1, help="Reply tokens/s of `prepare`; else estimated, which nothing measured.")
+        float | None,
+        _number("Reply tokens/s of `prepare`; else estimated, which nothing measured."),
     ] = None,
     capture_rate: Rate = None,
     train_rate: Rate = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train; else this machine's.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB of each; else of --gpu.")] = None,
+    gpu_memory: Annotated[float | None, _number("GB of each; else of --gpu.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of all samples, instead of counting them.")] = None,
-    length: Annotated[float, typer.Option(min=1, help="With --tokens: mean tokens of a sample.")] = 1000.0,
+    length: Annotated[
+        float | None,
+        _number("With --tokens: mean tokens of a sample; else 1000, or data.max_length."),
+    ] = None,
     supervised: Annotated[float, typer.Option(min=0, max=1, help="With --tokens: share of reply tokens.")] = 0.6,
     target_config: Annotated[
         Path | None, typer.Option(help="The target's config.json, or its folder, where the target is not here.")
@@ -48,7 +67,8 @@ def plan(
     """Tokens, bytes, hours and memory of a run before anything runs; exit code 1 where something does not fit."""
     loaded = load_config(config, overrides)
     check_paths(loaded, target=target_config is None, sources=tokens is None)
-    amount = stated(loaded, tokens, length, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
+    mean = min(1000.0, loaded.data.max_length) if length is None else length
+    amount = stated(loaded, tokens, mean, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
     gpu_bytes = None if gpu_memory is None else gpu_memory * GB
     rates = Rates(capture_rate, train_rate, gpus, gpu_bytes, reply_rate, gpu, max_hours)
     made = make_plan(loaded, amount, rates, target_shape(loaded.target, target_config))

@@ -284,3 +284,31 @@ def test_a_target_without_a_config_is_named(minimax, roomy, tmp_path, text):
     (tmp_path / "MiniMax-M2.5" / "config.json").write_text(text)
     with pytest.raises(UserError, match="not the config of a causal language model"):
         make_plan(config, stated(config, 10, 10, 0.5), H200)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        *((option, value, "is not a finite number")
+          for option in ("--length", "--capture-rate", "--train-rate", "--reply-rate", "--gpu-memory")
+          for value in ("inf", "1e400")),
+        *((option, value, "greater than or equal to 1")
+          for option in ("--length", "--gpus", "--tokens", "--train-rate", "--gpu-memory") for value in ("0", "-3")),
+        *(("--length", value, "greater than or equal to 1") for value in ("nan", "-inf")),
+        ("--supervised", "nan", "less than or equal to 1"),
+        ("--supervised", "1.5", "than or equal to 1"),
+        ("--max-hours", "nan", "greater than or equal to 0"),
+        ("--length", "8193", "--length is 8,193, and no sample is longer than data.max_length (8,192)"),
+    ],
+)  # fmt: skip
+def test_a_number_that_means_nothing_is_refused(minimax, roomy, tmp_path, option, value, said):
+    args = ["plan", "-c", write(minimax(), tmp_path), "--tokens", "1000000", option, value]
+    done = CliRunner().invoke(app, args)
+    told = str(done.exception) if isinstance(done.exception, UserError) else done.output.replace("│", " ")
+    assert done.exit_code and said in " ".join(told.split())
+
+
+def test_a_stated_run_has_samples_as_short_as_the_config_lets_them_be(minimax, roomy, tmp_path):
+    file = write(minimax(data={"max_length": 500, "sampling": {"max_tokens": 100}}), tmp_path)
+    made = json.loads(CliRunner().invoke(app, ["plan", "-c", file, "--tokens", "1000000", "--json"]).stdout)
+    assert made["amount"]["samples"] == 2000
