@@ -11,10 +11,12 @@ from rich.table import Table
 
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
-from draftsmith.core.estimate import amount_of, stated
+from draftsmith.core.errors import UserError
+from draftsmith.core.estimate import Amount, amount_of, stated
 from draftsmith.core.named import check_paths
-from draftsmith.core.plan import GB, make_plan, target_shape
+from draftsmith.core.plan import make_plan, target_shape
 from draftsmith.core.plan_hours import Rates, captures_while_training
+from draftsmith.core.plan_memory import GB
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 
@@ -67,8 +69,7 @@ def plan(
     """Tokens, bytes, hours and memory of a run before anything runs; exit code 1 where something does not fit."""
     loaded = load_config(config, overrides)
     check_paths(loaded, target=target_config is None, sources=tokens is None)
-    mean = min(1000.0, loaded.data.max_length) if length is None else length
-    amount = stated(loaded, tokens, mean, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
+    amount = _stated(loaded, tokens, length, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
     gpu_bytes = None if gpu_memory is None else gpu_memory * GB
     rates = Rates(capture_rate, train_rate, gpus, gpu_bytes, reply_rate, gpu, max_hours)
     made = make_plan(loaded, amount, rates, target_shape(loaded.target, target_config))
@@ -80,6 +81,16 @@ def plan(
     else:
         _show(loaded, made)
     raise typer.Exit(1 if made["problems"] else 0)
+
+
+def _stated(config: Config, tokens: int, length: float | None, supervised: float) -> Amount:
+    longest = config.data.max_length
+    if length is not None and length > longest:
+        raise UserError(
+            f"--length is {length:,.0f}, and no sample is longer than data.max_length ({longest:,}).",
+            "Lower it, or raise data.max_length.",
+        )
+    return stated(config, tokens, length or min(1000, longest), supervised)
 
 
 def brief_lines(config: Config, made: dict[str, Any]) -> list[str]:

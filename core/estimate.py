@@ -40,17 +40,8 @@ class Amount:
 
 
 def stated(config: Config, tokens: int, length: float, supervised: float) -> Amount:
-    """As the user says.
-
-    Raises:
-        UserError: the samples would be longer than the config lets any be.
-    """
+    """As the user says."""
     longest = config.data.max_length
-    if length > longest:
-        raise UserError(
-            f"--length is {length:,.0f}, and no sample is longer than data.max_length ({longest:,}).",
-            "Lower it, or raise data.max_length.",
-        )
     share = 1 - config.data.eval_share
     return Amount(max(1, round(tokens / length)), tokens, round(tokens * supervised), share, longest, "as stated")
 
