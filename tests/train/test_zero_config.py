@@ -115,7 +115,7 @@ def test_a_file_that_is_not_there_is_named():
     [
         ({"optimizer": "muon", "engine": "deepspeed"}, "whole matrices"),
         ({"optimizer": "muon", "shard": "fsdp2"}, "whole matrices"),
-        ({"engine": "deepspeed", "shard": "fsdp2"}, "belongs to the engine accelerate"),
+        ({"engine": "deepspeed", "shard": "fsdp2"}, "belongs to train.engine accelerate"),
     ],
 )
 def test_what_does_not_go_together_is_refused(change, said):
