@@ -6,6 +6,7 @@ the one place of `core` that knows them.
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -26,10 +27,11 @@ from draftsmith.core.cli_plan import plan
 from draftsmith.core.cli_store import store_app
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
-from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.errors import ProcessGone, StageFailed, UserError
 from draftsmith.core.named import check_paths
 from draftsmith.core.replacing import recover, replacing
 from draftsmith.core.run import RunFolder
+from draftsmith.core.told import FOLDER, tell
 
 app = typer.Typer(
     help="Train EAGLE3 draft models for vLLM: prompts in, a served draft out.",
@@ -254,10 +256,10 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        _say_once(f"error: {error}")
+        tell(f"error: {error}", 2)
         sys.exit(2)
     except StageFailed as error:
-        print(f"failed: {error}", file=sys.stderr)
+        tell(f"failed: {error}", 1, cause=not isinstance(error, ProcessGone))
         sys.exit(1)
     except SystemExit as end:
         if end.code == 130:
@@ -265,15 +267,23 @@ def main() -> None:
         raise
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:
+            _leave_traceback()
             raise
-        print(
-            f"failed: {error}. Free space or mend permissions there, and run the stage again.",
-            file=sys.stderr,
-        )
+        tell(f"failed: {error}. Free space or mend permissions there, and run the stage again.", 1)
         sys.exit(1)
     except KeyboardInterrupt:
         _say_once("stopped; run the stage again to go on.")
         sys.exit(130)
+    except Exception:
+        _leave_traceback()
+        raise
+
+
+def _leave_traceback() -> None:
+    """Of a fault of ours: with the launcher, where there is one."""
+    if os.environ.get(FOLDER):
+        tell(traceback.format_exc().rstrip(), 1)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
