@@ -61,7 +61,7 @@ def prepare(
 ) -> None:
     """Stage 1: conversations to samples; the target answers the prompts on vLLM."""
     if dry:
-        return dry_run("prepare", config, overrides, target_config)
+        return dry_run("prepare", config, overrides, target_config, fresh)
     with _run(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping, run.journal]) as loaded:
         _prepare(loaded)
 
@@ -81,7 +81,7 @@ def capture(
     if shard:
         which_share(shard)
     if dry:
-        return dry_run("capture", config, overrides, target_config)
+        return dry_run("capture", config, overrides, target_config, fresh)
     if shard:
         return capture_share(load_config(config, overrides), shard, fresh)
     with _run(config, overrides, fresh, lambda run: [run.hidden_states, run.spool], side="capture") as loaded:
@@ -101,7 +101,7 @@ def train(
     from draftsmith.train.stage import train as run_train
 
     if dry:
-        return dry_run("train", config, overrides, target_config)
+        return dry_run("train", config, overrides, target_config, fresh)
     with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics, run.torchspec]) as loaded:
         if loaded.capture.mode == "store" or loaded.train.engine == "torchspec":
             return run_train(loaded)
@@ -129,7 +129,7 @@ def evaluate(
     if draft is not None and not (draft / "config.json").is_file():
         raise UserError(f"--draft: {draft} is no folder of a draft: it has no config.json.", "Check the path.")
     if dry:
-        return dry_run("eval", config, overrides, target_config)
+        return dry_run("eval", config, overrides, target_config, fresh or draft is not None)
 
     def outputs(run: RunFolder) -> list[Path]:
         place = report_place(run, draft) if draft else run
