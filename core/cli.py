@@ -6,6 +6,7 @@ the one place of `core` that knows them.
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -26,10 +27,11 @@ from draftsmith.core.cli_plan import plan
 from draftsmith.core.cli_store import store_app
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
-from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.errors import ProcessGone, StageFailed, UserError
 from draftsmith.core.named import check_paths
 from draftsmith.core.replacing import recover, replacing
 from draftsmith.core.run import RunFolder
+from draftsmith.core.told import FOLDER, tell
 
 app = typer.Typer(
     help="Train EAGLE3 draft models for vLLM: prompts in, a served draft out.",
@@ -59,7 +61,7 @@ def prepare(
 ) -> None:
     """Stage 1: conversations to samples; the target answers the prompts on vLLM."""
     if dry:
-        return dry_run("prepare", config, overrides, target_config)
+        return dry_run("prepare", config, overrides, target_config, fresh)
     with _run(config, overrides, fresh, lambda run: [run.samples, run.vocab_mapping, run.journal]) as loaded:
         _prepare(loaded)
 
@@ -79,7 +81,7 @@ def capture(
     if shard:
         which_share(shard)
     if dry:
-        return dry_run("capture", config, overrides, target_config)
+        return dry_run("capture", config, overrides, target_config, fresh)
     if shard:
         return capture_share(load_config(config, overrides), shard, fresh)
     with _run(config, overrides, fresh, lambda run: [run.hidden_states, run.spool], side="capture") as loaded:
@@ -99,7 +101,7 @@ def train(
     from draftsmith.train.stage import train as run_train
 
     if dry:
-        return dry_run("train", config, overrides, target_config)
+        return dry_run("train", config, overrides, target_config, fresh)
     with _run(config, overrides, fresh, lambda run: [run.checkpoints, run.metrics, run.torchspec]) as loaded:
         if loaded.capture.mode == "store" or loaded.train.engine == "torchspec":
             return run_train(loaded)
@@ -127,7 +129,7 @@ def evaluate(
     if draft is not None and not (draft / "config.json").is_file():
         raise UserError(f"--draft: {draft} is no folder of a draft: it has no config.json.", "Check the path.")
     if dry:
-        return dry_run("eval", config, overrides, target_config)
+        return dry_run("eval", config, overrides, target_config, fresh or draft is not None)
 
     def outputs(run: RunFolder) -> list[Path]:
         place = report_place(run, draft) if draft else run
@@ -254,10 +256,10 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        _say_once(f"error: {error}")
+        tell(f"error: {error}", 2)
         sys.exit(2)
     except StageFailed as error:
-        print(f"failed: {error}", file=sys.stderr)
+        tell(f"failed: {error}", 1, cause=not isinstance(error, ProcessGone))
         sys.exit(1)
     except SystemExit as end:
         if end.code == 130:
@@ -265,15 +267,23 @@ def main() -> None:
         raise
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:
+            _leave_traceback()
             raise
-        print(
-            f"failed: {error}. Free space or mend permissions there, and run the stage again.",
-            file=sys.stderr,
-        )
+        tell(f"failed: {error}. Free space or mend permissions there, and run the stage again.", 1)
         sys.exit(1)
     except KeyboardInterrupt:
         _say_once("stopped; run the stage again to go on.")
         sys.exit(130)
+    except Exception:
+        _leave_traceback()
+        raise
+
+
+def _leave_traceback() -> None:
+    """Of a fault of ours: with the launcher, where there is one."""
+    if os.environ.get(FOLDER):
+        tell(traceback.format_exc().rstrip(), 1)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from draftsmith.core.capturable import check_capturable
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.draft_shape import DraftShape, resolve_shape
-from draftsmith.core.manifest import MANIFEST
 from draftsmith.core.named import check_paths
 from draftsmith.core.plan import described_folder, target_shape
 from draftsmith.core.run import RunFolder
@@ -29,7 +28,9 @@ TargetConfigFile = Annotated[
 ]
 
 
-def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: Path | None) -> None:
+def dry_run(
+    stage: str, file: Path, overrides: list[str] | None, target_config: Path | None, fresh: bool = False
+) -> None:
     """Check what can be checked without the target's weights, and print what the stage would do.
 
     Args:
@@ -37,10 +38,13 @@ def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: 
         file: the config.
         overrides: section.key=value.
         target_config: the target's config.json or its folder; None: as the config names the target.
+        fresh: the stage's own output would be made anew.
 
     Raises:
-        UserError: the config, the target's shape or the draft's shape would be refused.
+        UserError: the config, the target's shape, the draft's shape, or what the stage finds in the run's folder would
+            be refused.
     """
+    from draftsmith.core.there import STAGES, look_at
     from draftsmith.train import dry_run as training
 
     config = load_config(file, overrides)
@@ -54,13 +58,16 @@ def dry_run(stage: str, file: Path, overrides: list[str] | None, target_config: 
     vocab = min(config.data.draft_vocab_size or target.vocab_size, target.vocab_size)
     shape = resolve_shape(config.draft, target, len(layer_ids), vocab)
     run = RunFolder.of(config)
-    parts = {"prepare": run.samples, "capture": run.hidden_states, "train": run.checkpoints, "eval": run.eval,
-             "export": run.export}  # fmt: skip
+    there = look_at(config, run, target, target_config is not None)
+    for needed in STAGES[: STAGES.index(stage) + (not fresh)]:
+        if why := there.get(needed):
+            raise why
     told = {"prepare": _prepare, "capture": _capture, "train": _train, "eval": _eval, "export": _export}[stage]
     made = {
         "stage": stage,
         "run": str(run.root),
-        "there": [name for name, folder in parts.items() if (folder / MANIFEST).is_file()],
+        "there": [name for name, why in there.items() if why is None],
+        "does_not_fit": {name: str(why) for name, why in there.items() if why},
         **told(config, run, target, layer_ids, shape),
     }
     print(json.dumps(made, indent=2))

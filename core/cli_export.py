@@ -52,7 +52,7 @@ def run(
 ) -> None:
     """Stage 5: the draft as a server loads it, proven (also `export convert`)."""
     if dry:
-        return dry_run("export", config, overrides, target_config)
+        return dry_run("export", config, overrides, target_config, fresh)
     from draftsmith.core.cli import _run
     from draftsmith.core.run import RunFolder
     from draftsmith.export.hub import push_to_hub

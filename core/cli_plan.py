@@ -1,6 +1,7 @@
 """`draftsmith plan`: what a run will need, and what does not fit, before anything runs."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,14 +11,30 @@ from rich.table import Table
 
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
-from draftsmith.core.estimate import amount_of, stated
+from draftsmith.core.errors import UserError
+from draftsmith.core.estimate import Amount, amount_of, stated
 from draftsmith.core.named import check_paths
-from draftsmith.core.plan import GB, make_plan, target_shape
+from draftsmith.core.plan import make_plan, target_shape
 from draftsmith.core.plan_hours import Rates, captures_while_training
+from draftsmith.core.plan_memory import GB
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 
-Rate = Annotated[float | None, typer.Option(min=1, help="Tokens/s of all GPUs together; else as measured on H200s.")]
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+def _number(about: str) -> Any:
+    return typer.Option(min=1, callback=_finite, help=about)
+
+
+Rate = Annotated[
+    float | None,
+    _number("Tokens/s of all GPUs together; else as measured on H200s."),
+]
 
 
 def plan(
@@ -27,14 +44,18 @@ def plan(
         str | None, typer.Option("--gpu", help="What the hours are for, e.g. H100; else this machine's, or an H200.")
     ] = None,
     reply_rate: Annotated[
-        float | None, typer.Option(min=1, help="Reply tokens/s of `prepare`; else estimated, which nothing measured.")
+        float | None,
+        _number("Reply tokens/s of `prepare`; else estimated, which nothing measured."),
     ] = None,
     capture_rate: Rate = None,
     train_rate: Rate = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train; else this machine's.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB of each; else of --gpu.")] = None,
+    gpu_memory: Annotated[float | None, _number("GB of each; else of --gpu.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of all samples, instead of counting them.")] = None,
-    length: Annotated[float, typer.Option(min=1, help="With --tokens: mean tokens of a sample.")] = 1000.0,
+    length: Annotated[
+        float | None,
+        _number("With --tokens: mean tokens of a sample; else 1000, or data.max_length."),
+    ] = None,
     supervised: Annotated[float, typer.Option(min=0, max=1, help="With --tokens: share of reply tokens.")] = 0.6,
     target_config: Annotated[
         Path | None, typer.Option(help="The target's config.json, or its folder, where the target is not here.")
@@ -48,7 +69,7 @@ def plan(
     """Tokens, bytes, hours and memory of a run before anything runs; exit code 1 where something does not fit."""
     loaded = load_config(config, overrides)
     check_paths(loaded, target=target_config is None, sources=tokens is None)
-    amount = stated(loaded, tokens, length, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
+    amount = _stated(loaded, tokens, length, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
     gpu_bytes = None if gpu_memory is None else gpu_memory * GB
     rates = Rates(capture_rate, train_rate, gpus, gpu_bytes, reply_rate, gpu, max_hours)
     made = make_plan(loaded, amount, rates, target_shape(loaded.target, target_config))
@@ -60,6 +81,16 @@ def plan(
     else:
         _show(loaded, made)
     raise typer.Exit(1 if made["problems"] else 0)
+
+
+def _stated(config: Config, tokens: int, length: float | None, supervised: float) -> Amount:
+    longest = config.data.max_length
+    if length is not None and length > longest:
+        raise UserError(
+            f"--length is {length:,.0f}, and no sample is longer than data.max_length ({longest:,}).",
+            "Lower it, or raise data.max_length.",
+        )
+    return stated(config, tokens, length or min(1000, longest), supervised)
 
 
 def brief_lines(config: Config, made: dict[str, Any]) -> list[str]:

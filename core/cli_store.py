@@ -77,7 +77,7 @@ def merge(
 
 @store_app.command()
 def repair(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None) -> None:
-    """Verify, and where shards are damaged set them aside, so that `capture` makes their samples again."""
+    """Verify, and where shards are damaged set them aside, so that `capture` makes what is lost of them again."""
     from draftsmith.hidden_state_capture.repair import repair_store
 
     store, samples = _place(folder, config)
@@ -86,10 +86,11 @@ def repair(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None) 
     _show_faults(store, verdict)
     if verdict.faults:
         bad = verdict.bad_shards
-        lost = sum(len(verdict.rows[name]) for name in bad) + sum(f.missing for f in verdict.faults)
+        lost = sum(len(verdict.rows[name]) for name in bad) - verdict.kept + sum(f.missing for f in verdict.faults)
         say(
             f"{store} is a capture in progress again: {', '.join(bad) or 'no shard'} set aside"
             + (f" in {store / DAMAGED}" if bad else "")
+            + (f", what is whole of them kept ({verdict.kept} samples)" if verdict.kept else "")
             + f", {lost} samples to go. Run `draftsmith capture` with its config."
         )
 

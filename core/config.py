@@ -308,7 +308,8 @@ class CaptureConfig(Section):
             raise ValueError("capture.mode is spool; set capture.spool_bytes to the bytes that its folder may hold")
         if self.mode == "spool" and (self.data_parallel > 1 or self.launcher != "local" or self.server):
             raise ValueError(
-                "capture.mode spool has one engine of its own: leave data_parallel, launcher and server out"
+                "capture.mode spool has one engine of its own: leave capture.data_parallel, capture.launcher and "
+                "capture.server out"
             )
         return self
 

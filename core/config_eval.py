@@ -91,5 +91,7 @@ class EvalConfig(Section):
             return given
         folder = given.get("sets_dir")
         if not isinstance(folder, str):
-            raise ValueError(f"sets: {', '.join(named)} by name needs sets_dir, the folder with {named[0]}.jsonl")
+            raise ValueError(
+                f"eval.sets: {', '.join(named)} by name needs eval.sets_dir, the folder with {named[0]}.jsonl"
+            )
         return {**given, "sets": [f"{folder.rstrip('/')}/{s}.jsonl" if s in BENCHMARKS else s for s in sets]}

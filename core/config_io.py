@@ -149,9 +149,22 @@ def _explain_one(detail: ErrorDetails, file: str, places: dict[KeyPath, str]) ->
         near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
         hint = f" Did you mean `{_dotted((*loc[:-1], near[0]))}`?" if near else f" Known keys: {', '.join(known)}."
         return f"{where}: unknown key `{_dotted(loc)}`.{hint}"
+    said = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error" and (named := _places_of_named(said, places)):
+        return f"{' and '.join(named)}: {said}."
     if not loc:
-        return f"{where}: {detail['msg'].removeprefix('Value error, ')}."
+        return f"{where}: {said}."
     return f"{where}: `{_dotted(loc)}`: {detail['msg']} (got {detail['input']!r})."
+
+
+def _places_of_named(said: str, places: dict[KeyPath, str]) -> list[str]:
+    """Where the keys were given that do not go together: each names its keys; a default was given nowhere."""
+    found = []
+    for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", said):
+        path = tuple(name.split("."))
+        given = (places.get(path[:n], "") for n in range(len(path), 0, -1))
+        found += [place for place in given if place and (place.startswith("override") or place == places.get(path))][:1]
+    return list(dict.fromkeys(found))
 
 
 def _is_type_tag(part: str | int) -> bool:

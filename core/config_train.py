@@ -191,7 +191,7 @@ class TrainConfig(Section):
         if self.optimizer == "muon" and (self.engine == "deepspeed" or self.shard != "none"):
             raise ValueError("train.optimizer: muon needs whole matrices: train.engine accelerate, train.shard none")
         if self.engine == "deepspeed" and self.shard != "none":
-            raise ValueError("train.shard belongs to the engine accelerate; deepspeed's stages do the same")
+            raise ValueError("train.shard belongs to train.engine accelerate; deepspeed's stages do the same")
         if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
             raise ValueError("train.profile_steps: the first step comes after the last")
         return self

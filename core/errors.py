@@ -1,4 +1,4 @@
-"""The two ways a command can end other than well; the CLI turns them into exit codes 2 and 1."""
+"""The ways a command can end other than well; the CLI turns them into exit codes 2 and 1."""
 
 
 class UserError(ValueError):
@@ -19,3 +19,7 @@ class UserError(ValueError):
 
 class StageFailed(RuntimeError):
     """The stage ran and did not do what it promises (exit code 1), e.g. an engine died or a proof failed."""
+
+
+class ProcessGone(StageFailed):
+    """Another process of the training ended first, and knows why."""

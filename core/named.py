@@ -32,11 +32,12 @@ def check_paths(config: Config, target: bool = True, sources: bool = True) -> No
         paths = [s.path for s in config.data.sources] + config.data.contamination.sets + config.eval.sets
         checks += [partial(files_of, path) for path in paths if not path.startswith(HUB) and not is_hub(path)]
     missing = [error for check in checks if (error := _error(check))]
-    if len(missing) == 1:
-        raise missing[0]
-    if missing:
-        what = "\n".join(error.what for error in missing)
-        raise UserError(what, " ".join(dict.fromkeys(error.mend for error in missing)))
+    if missing:  # a line each, and the mend behind the last that it is for
+        by_mend: dict[str, list[str]] = {}
+        for error in missing:
+            by_mend.setdefault(error.mend, []).append(error.what)
+        *said, (mend, what) = [(mend, "\n".join(what)) for mend, what in by_mend.items()]
+        raise UserError("\n".join([*(f"{before} {way}" for way, before in said), what]), mend)
 
 
 def _error(check: Callable[[], object]) -> UserError | None:

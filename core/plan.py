@@ -19,15 +19,14 @@ from draftsmith.core.errors import UserError
 from draftsmith.core.estimate import Amount
 from draftsmith.core.gpus import H200, Gpu, lookup, named, of_this_machine
 from draftsmith.core.plan_checks import setting_problems
-from draftsmith.core.plan_hours import Rates, captures_while_training, hours, training_gpus, workload
+from draftsmith.core.plan_hours import Rates, captures_while_training, hours, training_gpus
+from draftsmith.core.plan_memory import GB, memory_parts, memory_problem
 from draftsmith.core.run import RunFolder
-from draftsmith.core.sizes import draft_parameters, target_bytes, target_parameters, training_memory
+from draftsmith.core.sizes import draft_parameters, target_bytes, target_parameters
 from draftsmith.core.store import bytes_per_row
 from draftsmith.core.target import Target, resolve_layer_ids
 
-_CUDA_BYTES = 1.5e9  # the context, and what the allocator cannot use
 _USABLE = 0.9  # of a GPU's memory, for an engine's weights: its cache and activations need the rest
-GB = 1e9
 
 
 def make_plan(config: Config, amount: Amount, rates: Rates, target: Target | None = None) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def make_plan(config: Config, amount: Amount, rates: Rates, target: Target | Non
         "disk": _disk(config, amount, shape),
         "hours": hours(config, amount, target, shape, rates, gpu),
         "gpu": {"name": gpu.name, "bytes": gpu.nbytes, "of": of, "count": count,
-                "training": _training(config, amount, shape, count)},
+                "training": memory_parts(config, amount, shape, count)},
         "host": {"capture_bytes": _host(config), "bytes": psutil.virtual_memory().total},
     }  # fmt: skip
     problems = _problems(config, amount, shape, plan) + setting_problems(
@@ -191,17 +190,6 @@ def _disk(config: Config, amount: Amount, shape: DraftShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _training(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> dict[str, float]:
-    parts = {**training_memory(shape, workload(config, amount)), "CUDA": _CUDA_BYTES}
-    sizes = draft_parameters(shape)
-    if config.train.optimizer == "muon":  # one moment instead of two, of the matrices
-        parts["weights and optimizer"] -= 4.0 * (sizes["fc"] + sizes["attention"] + sizes["mlp"])
-    if config.train.ema_decay is not None:
-        parts["average of the weights"] = 4.0 * sum(sizes.values())
-    # Several processes exchange gradients in buckets as large as all of them.
-    return parts if gpus == 1 else {**parts, "exchange of gradients": 4.0 * sum(sizes.values())}
-
-
 def _host(config: Config) -> int:
     """Host memory of capture: states on their way to the disk, and the shard that is open."""
     capture = config.capture
@@ -212,7 +200,7 @@ def _problems(config: Config, amount: Amount, shape: DraftShape, plan: dict[str,
     """What does not fit, each with its mend."""
     found = [
         _disk_problem(config, plan["disk"]),
-        _training_problem(config, amount, shape, plan["gpu"]),
+        memory_problem(config, amount, shape, plan["gpu"]),
         _engine_problem(config, plan),
         _host_problem(plan["host"]),
     ]
@@ -233,25 +221,6 @@ def _disk_problem(config: Config, disk: dict[str, Any]) -> tuple[str, str] | Non
         return what, f"Set capture.storage=fp8 ({disk['states']['fp8'] / GB:,.1f} GB), or put run.dir on a larger disk."
     room = max(2 * config.capture.shard_bytes, disk["free"] // 2)
     return what, f"Set capture.mode=spool and capture.spool_bytes={room}, or put run.dir on a larger disk."
-
-
-def _training_problem(config: Config, amount: Amount, shape: DraftShape, gpu: dict[str, Any]) -> tuple[str, str] | None:
-    needed = sum(gpu["training"].values())
-    if needed <= gpu["bytes"]:
-        return None
-    work = workload(config, amount)
-    room = f"a GPU has {gpu['bytes'] / GB:,.1f} GB"
-    what = f"a training step of {work.tokens:,} tokens takes {needed / GB:,.1f} GB, and {room}."
-    fixed = needed - gpu["training"]["activations"]
-    least = training_memory(shape, replace(work, tokens=amount.longest))["activations"]
-    if fixed + least > gpu["bytes"]:
-        return what, "Lower data.max_length or data.draft_vocab_size, or train on GPUs with more memory."
-    low, high = amount.longest, work.tokens
-    while high - low > 256:
-        middle = (low + high) // 2
-        fits = fixed + training_memory(shape, replace(work, tokens=middle))["activations"] <= gpu["bytes"]
-        low, high = (middle, high) if fits else (low, middle)
-    return what, f"Set train.tokens_per_batch to {low} or less."
 
 
 def _engine_problem(config: Config, plan: dict[str, Any]) -> tuple[str, str] | None:

@@ -38,6 +38,7 @@ def setting_problems(
     return [
         *_vocabulary(config, target),
         *_length(config, target),
+        *_steps(config, amount),
         *_parallel(config, target, shape),
         *_spool(config, amount, shape),
         *_time(config, rates, plan["hours"]),
@@ -62,6 +63,19 @@ def _length(config: Config, target: Target) -> Iterator[tuple[str, str]]:
             f"data.max_length is {config.data.max_length:,}, and the target's context holds samples of "
             f"{context - _BEYOND_SAMPLE:,} tokens.",
             f"Set data.max_length to {context - _BEYOND_SAMPLE} or less.",
+        )
+
+
+def _steps(config: Config, amount: Amount) -> Iterator[tuple[str, str]]:
+    """Step j is supervised by j + 1 tokens of one reply (core/unroll.py): a shorter one teaches it nothing."""
+    steps, reply, of = config.train.ttt_steps, amount.longest - 1, f"samples of {amount.longest:,} tokens at most"
+    if config.data.replies == "regenerate" and config.data.sampling.max_tokens < reply:
+        reply, of = config.data.sampling.max_tokens, "data.sampling.max_tokens"
+    if steps >= reply:
+        yield (
+            f"train.ttt_steps is {steps:,}, and a reply has {reply:,} tokens at most ({of}): the last steps would "
+            "have nothing to learn from.",
+            f"Set train.ttt_steps to {max(1, reply - 1)} or less.",
         )
 
 

@@ -2,14 +2,16 @@
 
 A store that lost some shards becomes a capture that is not finished, and `capture` goes on with it.
 
-1. Beside the manifest: sidecars of the good shards, `inputs.json`, `probe.json`, the rejected samples, and links to
-   the damaged shards in `damaged/`. The store is still what it was.
+1. Beside the manifest: whatever is whole in a damaged shard, in a shard of its own (salvage.py), sidecars of the good
+   ones, `inputs.json`, `probe.json`, the rejected samples, and links to the damaged shards in `damaged/`. The store is
+   still what it was.
 2. The manifest is removed. From here on it is a capture in progress that has the good shards.
 3. The damaged shards under their own names, and the index, which the capture writes anew, are removed.
 
 A kill before 2 leaves the store as it was, to be repaired again; a kill after it leaves a capture to go on with.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.core.atomic import fsync_path, write_json
@@ -20,6 +22,7 @@ from draftsmith.core.store import DAMAGED, INDEX, INPUTS, PROBE
 from draftsmith.hidden_state_capture.merge import place
 from draftsmith.hidden_state_capture.reader import store_manifest
 from draftsmith.hidden_state_capture.reindex import index_is_readable, rebuild_index
+from draftsmith.hidden_state_capture.salvage import salvage
 from draftsmith.hidden_state_capture.verify import Verdict, verify_store
 
 _OF_THE_INDEX = ("shard", "split", "source")
@@ -54,6 +57,7 @@ def repair_store(folder: Path, samples: Path | None = None, jobs: int | None = N
                 f"{folder} was merged from stores of several runs, and no capture makes its samples again.",
                 "Repair those stores and merge again.",
             )
+        verdict = replace(verdict, kept=salvage(folder, verdict))
         _set_aside(folder, verdict.bad_shards)
         _reopen(folder, verdict)
         for name in (INDEX, *verdict.bad_shards):

@@ -53,12 +53,14 @@ class Verdict:
         rows: rows of the index, by shard file.
         faults: empty where the store is whole.
         against_samples: it was compared with `samples/` too.
+        kept: samples of damaged shards that a repair has put into shards of their own.
     """
 
     manifest: dict[str, Any]
     rows: dict[str, list[dict[str, Any]]]
     faults: list[Fault] = field(default_factory=list)
     against_samples: bool = False
+    kept: int = 0
 
     @property
     def bad_shards(self) -> list[str]:
@@ -164,21 +166,22 @@ def _check_shard(
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         return [Fault(f"cannot be read: {error}", file.name)]
-    found = [Fault(what, file.name) for what in _shape_faults(manifest, shard, rows, tensors)]
+    shapes = shape_faults(manifest, shard, rows, tensors), offset_faults(rows, tensors.get("sample_offsets"))
+    found = [Fault(what, file.name) for faults in shapes for what in faults]
     if found:
         return found
     for row in rows:
-        sample = _slices(tensors, row)
-        found += [Fault(what, file.name, row["sample_id"]) for what in _sample_faults(row, sample)]
+        sample = slices_of(tensors, row)
+        found += [Fault(what, file.name, row["sample_id"]) for what in sample_faults(row, sample)]
         if wanted is not None:
             found += [Fault(what, file.name, row["sample_id"]) for what in _disagreements(row, sample, wanted)]
     return found
 
 
-def _shape_faults(
+def shape_faults(
     manifest: dict[str, Any], shard: dict[str, Any], rows: list[dict[str, Any]], tensors: dict[str, Tensor]
 ) -> Iterator[str]:
-    """Tensors against the format (core/store.py), the manifest and the index."""
+    """Tensors against the format (core/store.py) and the manifest."""
     n, m = shard["tokens"], sum(r["last_length"] for r in rows)
     layers, hidden = len(manifest["layer_ids"]), manifest["target"]["hidden_size"]
     fp8 = manifest["storage"] == "fp8"
@@ -195,20 +198,24 @@ def _shape_faults(
             yield f"has no {name}"
         elif (tensors[name].dtype, tuple(tensors[name].shape)) != (dtype, shape):
             yield f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, not {dtype} {list(shape)}"
+
+
+def offset_faults(rows: list[dict[str, Any]], written: Tensor | None = None) -> Iterator[str]:
+    """Where the index has a shard's samples: one after another, as the shard's `sample_offsets` have them."""
     offsets = [0]
     lasts = 0
-    ordered = sorted(rows, key=lambda r: r["row"])
-    for number, row in enumerate(ordered):
+    for number, row in enumerate(sorted(rows, key=lambda r: r["row"])):
         if (row["row"], row["start"], row["last_start"]) != (number, offsets[-1], lasts):
             yield f"the index has sample {row['sample_id']} at another place"
             return
         offsets.append(offsets[-1] + row["length"])
         lasts += row["last_length"]
-    if "sample_offsets" in tensors and tensors["sample_offsets"].tolist() != offsets:
+    if written is not None and written.tolist() != offsets:
         yield "sample_offsets are not the index's"
 
 
-def _slices(tensors: dict[str, Tensor], row: dict[str, Any]) -> dict[str, Tensor]:
+def slices_of(tensors: dict[str, Tensor], row: dict[str, Any]) -> dict[str, Tensor]:
+    """A sample's part of a shard's tensors, its `last_rows` counted from its first."""
     tokens = slice(row["start"], row["start"] + row["length"])
     lasts = slice(row["last_start"], row["last_start"] + row["last_length"])
     parts = {name: tensors[name][tokens] for name in TOKEN_TENSORS if name in tensors}
@@ -216,7 +223,8 @@ def _slices(tensors: dict[str, Tensor], row: dict[str, Any]) -> dict[str, Tensor
     return {**parts, "last_rows": tensors["last_rows"][lasts] - row["start"]}
 
 
-def _sample_faults(row: dict[str, Any], sample: dict[str, Tensor]) -> Iterator[str]:
+def sample_faults(row: dict[str, Any], sample: dict[str, Tensor]) -> Iterator[str]:
+    """A sample against its row of the index, and itself."""
     if sample_sha256(sample) != row["sha256"]:
         yield "its bytes are not the index's (sha256)"
     if int(sample["loss_mask"].sum()) != row["supervised_tokens"]:

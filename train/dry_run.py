@@ -32,7 +32,7 @@ def check(config: Config) -> None:
         UserError: one is not there, or DeepSpeed would not take it.
     """
     if config.train.engine == "deepspeed":
-        from draftsmith.train.zero import read_deepspeed_config
+        from draftsmith.train.zero_config import read_deepspeed_config
 
         read_deepspeed_config(config.train.deepspeed_config)
     if config.train.init_from and not Path(config.train.init_from).expanduser().is_dir():

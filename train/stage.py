@@ -12,7 +12,7 @@ from accelerate.utils import gather_object, set_seed
 
 from draftsmith.core.checkpoint import Checkpoint, build_objective, optimizer_state, own_weights, read_checkpoint
 from draftsmith.core.config import Config
-from draftsmith.core.errors import StageFailed, UserError
+from draftsmith.core.errors import ProcessGone, StageFailed, UserError
 from draftsmith.core.lineage import check_upstream, train_inputs
 from draftsmith.core.losses import LossOptions
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
@@ -107,7 +107,7 @@ def _reasons(config: Config, state: TrainState) -> Iterator[None]:
         # Gloo has no type of its own for it.
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
             raise
-        raise StageFailed(
+        raise ProcessGone(
             f"another process of the training is gone, after step {state.step}; the same command goes on from the last "
             "checkpoint."
         ) from error

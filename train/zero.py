@@ -5,35 +5,19 @@ batch is a step's last, the learning rate, what the loss is a mean over. Checkpo
 whole tensors, so that another number of processes, stage or engine goes on from them.
 """
 
-import json
-import logging
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from draftsmith.core.config import Config
-from draftsmith.core.damage import reading
-from draftsmith.core.errors import UserError
 from draftsmith.train.engine import Engine, MakeOptimizer, ensure_group, of_parameter
 from draftsmith.train.step import TrainingStep
-
-# What the config of the run decides, by its key there.
-_OURS = {
-    "optimizer": "train.optimizer", "scheduler": "train.schedule", "gradient_clipping": "train.max_grad_norm",
-    "gradient_accumulation_steps": "train.grad_accum_steps", "train_batch_size": "train.tokens_per_batch",
-    "train_micro_batch_size_per_gpu": "train.tokens_per_batch", "fp16": "train.precision", "bf16": "train.precision",
-    "torch_autocast": "train.precision", "amp": "train.precision",
-}  # fmt: skip
-_MEND = "Take the file as a start that configs/deepspeed has for the stage, e.g. zero2.json."
+from draftsmith.train.zero_config import deepspeed_config, load_deepspeed, read_deepspeed_config
 
 
 class ZeroEngine(Engine):
@@ -46,7 +30,7 @@ class ZeroEngine(Engine):
             UserError: DeepSpeed is not installed, or its config asks for what is not its business.
         """
         super().__init__(config, accelerator)
-        self._deepspeed = _deepspeed(accelerator.device)
+        self._deepspeed = load_deepspeed(accelerator.device.type)
         self._given = read_deepspeed_config(config.train.deepspeed_config)
         self.stage: int = self._given["zero_optimization"]["stage"]
 
@@ -143,71 +127,3 @@ class ZeroEngine(Engine):
         begin = held.ds_numel * self.accelerator.process_index
         own = whole.flatten()[begin : begin + held.ds_numel].to(held.device)
         return torch.nn.functional.pad(own, (0, held.ds_numel - own.numel()))
-
-
-def _deepspeed(device: torch.device) -> Any:
-    """The library, told what it would guess, and to speak up where something is wrong only."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    try:
-        import deepspeed
-        from deepspeed.ops import __compatible_ops__
-    except ImportError:
-        raise UserError("train.engine is deepspeed, and it is not installed.", "pip install deepspeed.") from None
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    if device.type == "cpu":
-        __compatible_ops__["deepspeed_shm_comm"] = False  # compiled C++ that gloo can do without
-    return deepspeed
-
-
-def read_deepspeed_config(path: str) -> dict[str, Any]:
-    """DeepSpeed's JSON: a file of the user's, or one of configs/deepspeed.
-
-    Raises:
-        UserError: there is none, it is no JSON, or holds keys that the config of the run decides.
-    """
-    shipped = Path(str(files("draftsmith.configs").joinpath("deepspeed", f"{Path(path).stem}.json")))
-    file = next((p for p in (Path(path).expanduser(), shipped) if p.is_file()), None)
-    if file is None:
-        raise UserError(f"train.deepspeed_config: there is no {path}.", _MEND)
-    with reading(file, _MEND):
-        config: Any = json.loads(file.read_text(encoding="utf-8"))
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    if stage not in (1, 2, 3):
-        raise UserError(f"{file}: zero_optimization.stage is {stage!r}, not 1, 2 or 3.", _MEND)
-    if wrong := sorted(_OURS.keys() & config.keys()):
-        said = ", ".join(f"{key} ({_OURS[key]})" for key in wrong)
-        raise UserError(f"{file}: {said} are set in the run's own config.", "Take them out of the file.")
-    _check_zero(file, zero)
-    whole: dict[str, Any] = config
-    return whole
-
-
-def _check_zero(file: Path, zero: Any) -> None:
-    """By DeepSpeed's own schema, which it would look at when training has begun."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValidationError as error:
-        said = "; ".join(f"zero_optimization.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"{file}: {said}.", _MEND) from None
-
-
-def deepspeed_config(given: dict[str, Any], max_grad_norm: float) -> dict[str, Any]:
-    """The file's config and what is ours in it."""
-    zero = dict(given["zero_optimization"])
-    if zero["stage"] == 3:
-        zero["stage3_param_persistence_threshold"] = 0  # all is gathered at once, small parameters too
-    ours = {
-        "zero_optimization": zero,
-        "train_micro_batch_size_per_gpu": 1,  # a formality: batches are the loop's, and so is their number
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": max_grad_norm,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on a CPU, and compiles nothing
-        "steps_per_print": 10**9,
-    }
-    return {**given, **ours}

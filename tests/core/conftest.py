@@ -1,11 +1,12 @@
 """A config on MiniMax-M2.5's shape, and a machine of any size."""
 
 import json
+import sys
 from collections import namedtuple
 
 import pytest
 
-from draftsmith.core import plan
+from draftsmith.core import cli, plan
 from draftsmith.core.config import Config
 
 # As in the checkpoint's config.json.
@@ -53,3 +54,34 @@ def roomy(monkeypatch):
 
     make()
     return make
+
+
+@pytest.fixture
+def run_cli(monkeypatch, capsys):
+    """`run_cli("train", "--config", file)`: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["draftsmith", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(run_cli):
+    """`refused("train", ...)`: the message of a command that must end with exit code 2."""
+
+    def run(*arguments):
+        code, _, error = run_cli(*arguments)
+        assert code == 2, error
+        assert error.startswith("error: ") and error.endswith(".\n") and "\n\n" not in error
+        assert "Traceback" not in error
+        return error
+
+    return run

@@ -164,6 +164,34 @@ def test_wrong_override_is_named_and_not_the_file(config_file):
     assert "override `train.epochs=x`" in message and "line" not in message
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides", "places"),
+    [
+        ("train:\n  epochs: 3\n  optimizer: muon\n", ["train.shard=fsdp2"], ["line 3", "override `train.shard=fsdp2`"]),
+        ("train:\n  epochs: 3\n  shard: fsdp2\n", ["train.optimizer=muon"],
+         ["override `train.optimizer=muon`", "line 3"]),
+        ("train:\n  epochs: 3\n  shard: fsdp2\n  optimizer: muon\n", [], ["line 4", "line 3"]),
+        ("data:\n  max_length: 500\n", ["data.sampling={max_tokens: 600}"],
+         ["override `data.sampling={max_tokens: 600}`", "line 2"]),
+        ("train: {shard: fsdp2}", ["train.engine=deepspeed"], ["line 1", "override `train.engine=deepspeed`"]),
+        ("data:\n  max_length: 500\n", ["data.sampling.max_tokens=600"],
+         ["override `data.sampling.max_tokens=600`", "line 2"]),
+        ("run: {}\ndata:\n  eval_share: 0.1\n", ["data.max_length=100"], ["override `data.max_length=100`"]),
+        ("draft: {init: random}", ["draft.train_lm_head=false"], ["override `draft.train_lm_head=false`", "line 1"]),
+        ("capture:\n  mode: spool\n", [], ["line 2"]),
+        ("capture:\n  mode: spool\n", ["capture.spool_bytes=9", "capture.data_parallel=2"],
+         ["line 2", "override `capture.data_parallel=2`"]),
+        ("eval:\n  k: [3]\n", ["eval.sets=[mt_bench]"], ["override `eval.sets=[mt_bench]`"]),
+    ],
+)  # fmt: skip
+def test_values_that_do_not_go_together_are_each_named_with_their_place(config_file, text, overrides, places):
+    path = config_file(text)
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    where = " and ".join(f"{path}, {p}" if p.startswith("line") else p for p in places)
+    assert str(caught.value).startswith(f"{where}: ") and "got {" not in str(caught.value)
+
+
 def test_fault_inside_an_overriding_list_is_named_and_not_the_line_it_replaces(config_file):
     message = refused(config_file, "data:\n  sources: [{path: a}]\n", ["data.sources=[{pth: b}]"])
     assert "override `data.sources=[{pth: b}]`" in message and "line" not in message

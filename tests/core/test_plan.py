@@ -150,7 +150,8 @@ def test_the_size_of_a_shard_is_the_plans(synthetic_run):
 
 
 def problems(config, tokens=10**9, gpu_bytes=141e9):
-    made = make_plan(config, stated(config, tokens, 1000, 0.26), Rates(gpus=1, gpu_bytes=gpu_bytes))
+    amount = stated(config, tokens, min(1000, config.data.max_length), 0.26)
+    made = make_plan(config, amount, Rates(gpus=1, gpu_bytes=gpu_bytes))
     return [p["what"] + " " + p["mend"] for p in made["problems"]]
 
 
@@ -173,7 +174,58 @@ def test_a_batch_that_is_too_large_gets_the_largest_that_fits(minimax, roomy):
 
 def test_a_gpu_that_cannot_hold_one_sample_is_said(minimax, roomy):
     said = problems(minimax(target={"tensor_parallel": 64}), gpu_bytes=8e9)
-    assert any("Lower data.max_length or data.draft_vocab_size" in line for line in said)
+    assert any("Lower data.draft_vocab_size, share the draft out" in line for line in said)
+
+
+def test_what_makes_one_sample_too_large_is_named(minimax, roomy):
+    def said(**sections):
+        return problems(minimax(**sections))
+
+    long = {"max_length": 190_000}
+    (named,) = said(data=long, train={"ttt_steps": 14})
+    steps, length = (int(named.split(key + " to ")[1].split(" ")[0]) for key in ("train.ttt_steps", "data.max_length"))
+    assert "(it is 14)" in named and "(it is 190,000)" in named
+    assert said(data=long, train={"ttt_steps": steps}) == []
+    assert "train.ttt_steps" in said(data=long, train={"ttt_steps": steps + 1})[0]
+    assert said(data={"max_length": length}, train={"ttt_steps": 14}) == []
+    assert said(data={"max_length": length + 300}, train={"ttt_steps": 14})
+
+
+def test_steps_that_no_reply_is_long_enough_for_are_refused(minimax, roomy):
+    short = {"max_length": 400, "sampling": {"max_tokens": 20}}
+    assert problems(minimax(data=short, train={"ttt_steps": 19})) == []
+    (named,) = problems(minimax(data=short, train={"ttt_steps": 20}))
+    assert "a reply has 20 tokens at most (data.sampling.max_tokens)" in named
+    assert "Set train.ttt_steps to 19 or less" in named
+    kept = {"replies": "keep", "max_length": 16, "sampling": {"max_tokens": 15}}
+    assert problems(minimax(data=kept, train={"ttt_steps": 14})) == []
+    (named,) = problems(minimax(data=kept, train={"ttt_steps": 15}))
+    assert "samples of 16 tokens at most" in named and "to 14 or less" in named
+
+
+@pytest.mark.parametrize(
+    ("options", "quarters"),
+    [  # of 4 P bytes, on four GPUs: held, whole in a pass, exchange
+        ({}, (16, 0, 4)),
+        ({"shard": "fsdp2"}, (4, 8, 4)),
+        *(({"engine": "deepspeed", "deepspeed_config": name}, parts)
+          for name, parts in {"zero1": (8, 4, 1), "zero2": (8, 4, 2), "zero3": (5, 8, 1),
+                              "zero2_offload": (4, 4, 2), "zero3_offload": (1, 8, 1)}.items()),
+    ],
+)  # fmt: skip
+def test_memory_follows_the_engine(minimax, roomy, options, quarters):
+    config = minimax(train=options)
+    found = make_plan(config, stated(config, 10**6, 1000, 0.6), Rates(gpus=4))["gpu"]["training"]
+    whole = 4 * 343683072
+    held, in_a_pass, exchange = quarters
+    assert found["weights and optimizer"] == pytest.approx(whole * (held / 4 + 0.5))
+    assert found.get("whole in a pass", 0) == pytest.approx(whole * in_a_pass / 4)
+    buckets = 4.0 * 200_000_000 * exchange if "engine" in options else whole
+    assert found["exchange of gradients"] == pytest.approx(buckets)
+    averaged = minimax(train={**options, "ema_decay": 0.999})
+    average = make_plan(averaged, stated(config, 10**6, 1000, 0.6), Rates(gpus=4))["gpu"]["training"]
+    shared = "shard" in options or "zero3" in options.get("deepspeed_config", "")
+    assert average["average of the weights"] == pytest.approx(whole / 4 if shared else whole)
 
 
 def test_a_target_that_is_too_large_for_its_gpus_is_said(minimax, roomy):
@@ -290,3 +342,31 @@ def test_a_target_without_a_config_is_named(minimax, roomy, tmp_path, text):
     (tmp_path / "MiniMax-M2.5" / "config.json").write_text(text)
     with pytest.raises(UserError, match="not the config of a causal language model"):
         make_plan(config, stated(config, 10, 10, 0.5), H200)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        *((option, value, "is not a finite number")
+          for option in ("--length", "--capture-rate", "--train-rate", "--reply-rate", "--gpu-memory")
+          for value in ("inf", "1e400")),
+        *((option, value, "greater than or equal to 1")
+          for option in ("--length", "--gpus", "--tokens", "--train-rate", "--gpu-memory") for value in ("0", "-3")),
+        *(("--length", value, "greater than or equal to 1") for value in ("nan", "-inf")),
+        ("--supervised", "nan", "less than or equal to 1"),
+        ("--supervised", "1.5", "than or equal to 1"),
+        ("--max-hours", "nan", "greater than or equal to 0"),
+        ("--length", "8193", "--length is 8,193, and no sample is longer than data.max_length (8,192)"),
+    ],
+)  # fmt: skip
+def test_a_number_that_means_nothing_is_refused(minimax, roomy, tmp_path, option, value, said):
+    args = ["plan", "-c", write(minimax(), tmp_path), "--tokens", "1000000", option, value]
+    done = CliRunner().invoke(app, args)
+    told = str(done.exception) if isinstance(done.exception, UserError) else done.output.replace("│", " ")
+    assert done.exit_code and said in " ".join(told.split())
+
+
+def test_a_stated_run_has_samples_as_short_as_the_config_lets_them_be(minimax, roomy, tmp_path):
+    file = write(minimax(data={"max_length": 500, "sampling": {"max_tokens": 100}}), tmp_path)
+    made = json.loads(CliRunner().invoke(app, ["plan", "-c", file, "--tokens", "1000000", "--json"]).stdout)
+    assert made["amount"]["samples"] == 2000

@@ -136,7 +136,7 @@ def test_named_sets_are_files_of_a_folder(config_file):
 
 
 def test_a_named_set_without_a_folder_is_refused(config_file):
-    with pytest.raises(UserError, match=r"mt_bench by name needs sets_dir, the folder with mt_bench\.jsonl"):
+    with pytest.raises(UserError, match=r"mt_bench by name needs eval\.sets_dir, the folder with mt_bench\.jsonl"):
         load_config(config_file("eval: {sets: [mt_bench]}"))
 
 

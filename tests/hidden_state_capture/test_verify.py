@@ -198,12 +198,12 @@ def test_a_repaired_store_captures_only_what_was_lost_and_is_whole_again(
     shards = [s["file"] for s in HiddenStateStore(run.hidden_states).manifest["shards"]]
     flip(run.hidden_states / shards[1], -1)
     verdict = repair_store(run.hidden_states, run.samples)
-    lost = [r["sample_id"] for r in verdict.rows[shards[1]]]
-    assert verdict.bad_shards == [shards[1]] and lost
+    *kept, lost = [r["sample_id"] for r in verdict.rows[shards[1]]]  # the last byte is of the last sample
+    assert verdict.bad_shards == [shards[1]] and verdict.kept == len(kept) > 0
     assert [p.name for p in (run.hidden_states / "damaged").iterdir()] == [shards[1]]
     with pytest.raises(UserError, match="needs the output of `capture`"):
         HiddenStateStore(run.hidden_states)
-    assert go_on(synthetic_run, synthetic_samples, random_states) == lost
+    assert go_on(synthetic_run, synthetic_samples, random_states) == [lost]
     assert verify_store(run.hidden_states, run.samples).faults == []
     for sample in HiddenStateStore(run.hidden_states):
         assert torch.equal(sample.aux_states_TAH, before[sample.sample_id].aux_states_TAH)
@@ -211,6 +211,42 @@ def test_a_repaired_store_captures_only_what_was_lost_and_is_whole_again(
     assert not before
     capture(synthetic_run)
     assert "(already there)" in capsys.readouterr().out
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "tensor", ["input_ids", "loss_mask", "aux_states", "last_states", "last_rows", "sample_offsets"]
+)
+def test_one_damaged_sample_costs_no_other_of_its_shard(store, tensor):
+    """Where the damage is in what follows from the samples (the last two), it costs none."""
+    before = {s.sample_id: s for s in HiddenStateStore(store)}
+    raw = (store / "shard-00001.safetensors").read_bytes()
+    head = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    flip(store / "shard-00001.safetensors", 8 + int.from_bytes(raw[:8], "little") + head[tensor]["data_offsets"][0])
+    verdict = repair_store(store)
+    first, *others = [r["sample_id"] for r in verdict.rows["shard-00001.safetensors"]]
+    kept = [first, *others] if tensor in ("last_rows", "sample_offsets") else others
+    assert verdict.kept == len(kept) and others
+    (sidecar,) = [s for s in committed_shards(store) if s["shard"]["file"] == "shard-00003.safetensors"]
+    assert [row["sample_id"] for row in sidecar["rows"]] == kept
+    assert sha256_file(store / "shard-00003.safetensors") == sidecar["shard"]["sha256"]
+    tensors = load_file(store / "shard-00003.safetensors")
+    same = next(r for r in sidecar["rows"] if r["sample_id"] == others[0])
+    rows = slice(same["start"], same["start"] + same["length"])
+    lasts = slice(same["last_start"], same["last_start"] + same["last_length"])
+    assert torch.equal(tensors["input_ids"][rows], torch.as_tensor(before[others[0]].input_ids_T).int())
+    assert torch.equal(
+        tensors["last_rows"][lasts] - same["start"], torch.as_tensor(before[others[0]].last_rows_M).int()
+    )
+    original = next(r for r in verdict.rows["shard-00001.safetensors"] if r["sample_id"] == others[0])
+    assert same["sha256"] == original["sha256"]
+
+
+def test_a_shard_that_is_cut_or_not_there_keeps_nothing(store):
+    file = store / "shard-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert repair_store(store).kept == 0
+    assert not (store / "shard-00003.safetensors").exists()
 
 
 def test_a_repair_of_a_whole_store_changes_nothing(store, tree_of):
@@ -285,7 +321,9 @@ def test_a_killed_repair_leaves_the_store_or_a_capture_to_go_on_with(store):
     assert (store / "damaged" / "shard-00001.safetensors").is_file()
     remove_uncommitted(store)
     writer = ShardWriter(store, WriterConfig(1, 2**30, first=next_number(store)))
-    assert {s["shard"]["file"] for s in committed_shards(store)} == set(good)
+    assert {s["shard"]["file"] for s in committed_shards(store)} == {*good, "shard-00003.safetensors"}
+    names = [row["sample_id"] for s in committed_shards(store) for row in s["rows"]]
+    assert sorted(names) == sorted(set(names)) and len(names) == 4  # none twice, and the damaged one gone
     assert not (store / "shard-00001.safetensors").exists() and writer.rejected == []
 
 
@@ -334,7 +372,8 @@ def test_the_commands_say_what_they_found(store, tmp_path):
     (fault,) = json.loads(run_cli("verify", store, "--json").stdout)
     assert fault["shard"] == "shard-00001.safetensors"
     said = run_cli("repair", store).stdout.replace("\n", " ")
-    assert "shard-00001.safetensors set aside" in said and "2 samples to go" in said
+    assert "shard-00001.safetensors set aside" in said and "1 samples to go" in said
+    assert "what is whole of them kept (1 samples)" in said
 
 
 def test_merge_by_command(tmp_path, make_store):

@@ -57,6 +57,33 @@ def test_what_all_processes_refuse_is_said_once(place, tmp_path):
     assert err.count("error:") == 1 and "/nonexistent" in err and "Traceback" not in err and "Error 2" in err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [0, 1])
+def test_what_one_process_alone_meets_is_said_once_with_its_number(place, tmp_path, fails):
+    """Its host's disk lacks a shard that the other's has."""
+    config = place(f"one-fails-{fails}", epochs=2)
+    there = tmp_path / "there" / config.run.name
+    shutil.copytree(RunFolder.of(config).root, there)
+    for shard in (there / "hidden_states").glob("shard-*.safetensors"):
+        shard.unlink()
+    files = [tmp_path / f"{rank}.yaml" for rank in range(2)]
+    tree = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(there.parent)})})
+    for rank, file in enumerate(files):
+        file.write_text(dump_config(tree if rank == fails else config))
+    script = tmp_path / "by_rank.py"
+    script.write_text(
+        "import os, sys\nfrom draftsmith.core.cli import main\n"
+        f"sys.argv = ['draftsmith', 'train', '--config', r'{tmp_path}/' + os.environ['RANK'] + '.yaml']\nmain()\n"
+    )
+    command = [sys.executable, "-m", "draftsmith.train.launch", "--standalone", "--nproc-per-node", "2", script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (1, 2), done.stderr
+    said = [line for line in done.stderr.splitlines() if "error:" in line or "failed:" in line]
+    assert len(said) == 1 and said[0].startswith(f"process {fails}: ") and "shard-" in said[0], done.stderr
+    assert "Traceback" not in done.stderr and "is gone" not in done.stderr
+
+
 @pytest.mark.parametrize("number", ["0", "-1", "two"])
 def test_a_number_of_processes_that_is_none_is_named(place, tmp_path, number):
     _, err = ended(make(f"NPROC={number}", file_of(place("make-none"), tmp_path)), code=2)
@@ -83,7 +110,7 @@ def test_a_killed_launcher_or_process_leaves_nothing_behind(place, tmp_path, whi
     if which == "launcher":
         assert run.complete_checkpoints()  # the kernel told them, and they saved
     else:
-        assert "process of the training is gone" in err or "was ended by SIGKILL" in err
+        assert "process 1 was ended by SIGKILL" in err and "is gone" not in err
         assert "Traceback" not in err, err
 
 
