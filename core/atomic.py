@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 TMP_MARK = ".tmp-"
 
 
@@ -77,10 +79,24 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files and folders that a killed process left in `folder`."""
+    """Delete temporary files and folders that a killed process left in `folder`; not those that a live one writes."""
     if folder.is_dir():
         for left in folder.glob(".tmp*"):  # safetensors' own temporary files are called .tmpXXXXXX
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if not _is_being_written(left):
+                shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def _is_being_written(left: Path) -> bool:
+    """Whether the process it is named after is another one than this, and there: capture and training share a spool."""
+    pid = left.name.removeprefix(TMP_MARK).split("-")[0]
+    if not (left.name.startswith(TMP_MARK) and pid.isdigit()) or int(pid) == os.getpid():
+        return False
+    try:
+        writer = psutil.Process(int(pid))
+        # Numbers are given again: whoever came after the file did not write it.
+        return writer.status() != psutil.STATUS_ZOMBIE and writer.create_time() <= left.stat().st_mtime
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return False
 
 
 def fsync_path(path: Path) -> None:

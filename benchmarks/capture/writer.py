@@ -1,5 +1,4 @@
-"""What the shard writer takes, without an engine: batches of random states out of a ring of host memory, as a GPU's copies
-would put them there.
+"""What the shard writer takes, without an engine: random states out of a ring of host memory, where GPU copies land.
 
     python benchmarks/capture/writer.py --gb 16 --threads 1 4 8 12 --folder /tmp/w --folder /dev/shm/w --out writer.json
 

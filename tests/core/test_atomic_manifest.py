@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from draftsmith.core.atomic import atomic_folder, write_atomic, write_json, write_text
+from draftsmith.core.atomic import atomic_folder, remove_leftovers, write_atomic, write_json, write_text
 from draftsmith.core.config import DataConfig
 from draftsmith.core.errors import UserError
 from draftsmith.core.manifest import (
@@ -229,3 +229,18 @@ def test_files_are_readable_by_others(tmp_path):
     finally:
         os.umask(old)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        left = f".tmp-{other.pid}-trainer.json", f".tmp-{os.getpid()}-a.json", ".tmpAbC123", ".tmp-4194999-b.json"
+        for name in left:
+            (tmp_path / name).touch()
+        older = tmp_path / f".tmp-{other.pid}-older.json"  # than the process that has its number now
+        older.touch()
+        os.utime(older, (1, 1))
+        remove_leftovers(tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] == [left[0]]
+        other.communicate(b"\n")
+    remove_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())

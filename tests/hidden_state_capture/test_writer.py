@@ -247,6 +247,17 @@ def test_the_states_begin_on_a_page_of_the_file(writer, sample):
     assert json.loads(header[8:])["aux_states"]["data_offsets"][0] == 0
 
 
+def test_the_engine_has_its_memory_back_before_a_full_shard_is_sealed(tmp_path, sample):
+    # Sealing hashes and syncs a gigabyte; the ring of pinned memory would be full meanwhile, and the engine wait.
+    writer, seen = ShardWriter(tmp_path, WriterConfig(1, GIB)), []
+    for name in "abc":
+        batch = sample(name).batch("bf16")
+        batch.release = lambda: seen.append(len(committed_shards(tmp_path)))
+        writer.put(batch)
+    writer.flush()
+    assert seen == [0, 1, 2] and len(committed_shards(tmp_path)) == 3
+
+
 # ---- what must not be forgotten -------------------------------------------------------------------------------------
 
 
@@ -291,7 +302,7 @@ def test_what_a_kill_left_beside_whole_shards_is_removed(tmp_path, sample):
     writer.put(sample("a"))
     writer.flush()
     (tmp_path / "shard-00001.safetensors").write_bytes(b"whole, but its sidecar was not written")
-    (tmp_path / ".tmp-1-shard-00002.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-4194999-shard-00002.safetensors").write_bytes(b"half")
     remove_uncommitted(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["shard-00000.json", "shard-00000.safetensors"]
     again = ShardWriter(tmp_path, WriterConfig(1, GIB, first=next_number(tmp_path)))
