@@ -64,7 +64,8 @@ def agreement_rows(config: Config, replayed: Replay, served: Sequence[Measured])
         table = replayed.tables.get((measured.variant.k, job.temperature))
         if job.set != HELD_OUT or table is None:
             continue
-        chosen = sorted({at[p.id.partition("#")[0]] for p in job.prompts})
+        # A later turn of a sample is ID#TURN (prompts.py), and an id may hold a # itself.
+        chosen = sorted({at[p.id if p.id in at else p.id.rpartition("#")[0]] for p in job.prompts})
         predicted = float(str(table_figures(table[chosen])["acceptance_length"]))
         length = done.acceptance_length
         rows.append(

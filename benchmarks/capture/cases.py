@@ -58,8 +58,8 @@ class Case:
 TOGETHER = 0.33
 
 CASES = {
-    "smollm2": Case("smollm2", None, 1, 0.1, 1_000_000),
-    "minimax4": Case("minimax4", 4, 1, 0.2, 400_000, layer_ids=[1, 2, 3]),
+    "smollm2": Case("smollm2", None, 1, 0.1, 3_000_000),
+    "minimax4": Case("minimax4", 4, 1, 0.2, 1_200_000, layer_ids=[1, 2, 3]),
     "minimax62": Case("minimax62", 62, 2, 0.94, 1_000_000, layer_ids=[2, 31, 59]),
 }
 

@@ -15,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,17 @@ def work(engine: str, job: Job, samples: list[Sample], parent: int, pipe: Connec
     lead_group(parent)
     if engine == "ours":
         with Replica(job, 0) as replica:
-            serve(pipe, lambda: our_round(replica, samples))
+            serve(pipe, lambda count: our_round(replica, samples[:count]))
         return
     with vllm_engine(job.config.target, job.target, **engine_args(engine, job)) as llm:
-        serve(pipe, lambda: plain_round(llm, job, samples, engine))
+        serve(pipe, lambda count: plain_round(llm, job, samples[:count], engine))
 
 
-def serve(pipe: Connection, run_round: Any) -> None:
+def serve(pipe: Connection, run_round: Callable[[int], dict[str, float]]) -> None:
+    """Run rounds of so many samples as are asked for, until none is."""
     pipe.send("ready")
-    while pipe.recv() == "round":
-        pipe.send(run_round())
+    while count := pipe.recv():
+        pipe.send(run_round(count))
 
 
 def our_round(replica: Replica, samples: list[Sample]) -> dict[str, float]:
@@ -83,7 +85,7 @@ class Engine:
     """Its process, and what is measured from outside."""
 
     def __init__(self, name: str, job: Job, samples: list[Sample]) -> None:
-        self.name, self.job, self.tokens = name, job, sum(len(s.input_ids) for s in samples)
+        self.name, self.job, self.lengths = name, job, [len(s.input_ids) for s in samples]
         self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         args = (name, job, samples, os.getpid(), theirs)
         self.process = multiprocessing.get_context("spawn").Process(target=work, args=args)
@@ -101,15 +103,17 @@ class Engine:
                 raise SystemExit(f"the engine `{self.name}` died; its messages are above")
         return self.pipe.recv()
 
-    def round(self, folder: Path) -> dict[str, Any]:
+    def round(self, folder: Path, share: float = 1.0) -> dict[str, Any]:
+        """Prefill a share of the samples; one row of the results."""
         point(self.job.folder, folder)
-        self.pipe.send("round")
-        found = self.receive()
+        count = max(1, round(share * len(self.lengths)))
+        self.pipe.send(count)
+        found, tokens = self.receive(), sum(self.lengths[:count])
         written = folder_bytes(folder)
         row = {
-            "engine": self.name, "folder": str(folder), "tokens": self.tokens,
-            "tokens_per_second": round(self.tokens / found["seconds"]),
-            "prefilled_per_second": round(self.tokens / found["prefilled"]), "bytes": written,
+            "engine": self.name, "folder": str(folder), "tokens": tokens,
+            "tokens_per_second": round(tokens / found["seconds"]),
+            "prefilled_per_second": round(tokens / found["prefilled"]), "bytes": written,
             "gb_per_second": round(written / found["seconds"] / 1e9, 3), "host_rss": rss(self.process.pid),
             "gpu_memory": gpu_memory(),
         }  # fmt: skip
@@ -118,7 +122,7 @@ class Engine:
         return row
 
     def stop(self) -> None:
-        self.pipe.send("end")
+        self.pipe.send(0)
         self.process.join(60)
         self.process.kill()
 
@@ -180,7 +184,7 @@ def measure(case: Case, args: argparse.Namespace, scratch: Path) -> list[dict[st
 
 def rounds(engines: list[Engine], folders: list[Path], seconds: float) -> list[dict[str, Any]]:
     for engine in engines:
-        engine.round(folders[0])  # warm-up: compilation, pinned memory, page tables
+        engine.round(folders[0], 0.1)  # warm-up: compilation, pinned memory, page tables
     begin, rows = time.monotonic(), []
     while not rows or time.monotonic() - begin < seconds:
         rows += [engine.round(folder) for folder in folders for engine in engines]

@@ -100,6 +100,14 @@ def test_agreement_is_over_the_samples_that_were_served():
     assert (row["replayed"], row["served"], row["difference"], row["falls_short"]) == (1.5, 1.5, 0.0, False)
 
 
+def test_agreement_knows_later_turns_of_samples_whose_ids_hold_a_hash():
+    found = Replay(["a#1/0", "b"], {(1, 0.0): np.array([[10.0, 5], [10, 0]])}, {0.0: "exact"})
+    served = Job(HELD_OUT, 0.0, 1, [Prompt("a#1/0", [1], 8), Prompt("a#1/0#1", [1], 8)])
+    done = a_pass([[1, 2]] * 2, counters=Counters(20, 10, (10,)))
+    [row] = agreement_rows(CONFIG, found, [Measured(Variant(None, 1), served, done, None, True)])
+    assert row["replayed"] == row["served"] == 1.5
+
+
 @pytest.mark.parametrize(("accepted", "short"), [(500, False), (471, False), (469, True), (600, False)])
 def test_falling_short_by_more_than_two_percent_is_said(accepted, short):
     """1.5 is replayed; 1.47 is the bound."""
