@@ -21,7 +21,14 @@ from draftsmith.core.gpus import H200, Gpu, lookup, named, of_this_machine
 from draftsmith.core.plan_checks import setting_problems
 from draftsmith.core.plan_hours import Rates, captures_while_training, hours, training_gpus, workload
 from draftsmith.core.run import RunFolder
-from draftsmith.core.sizes import draft_parameters, target_bytes, target_parameters, training_memory
+from draftsmith.core.sizes import (
+    Workload,
+    batch_bytes,
+    draft_parameters,
+    target_bytes,
+    target_parameters,
+    training_memory,
+)
 from draftsmith.core.store import bytes_per_row
 from draftsmith.core.target import Target, resolve_layer_ids
 
@@ -192,7 +199,8 @@ def _disk(config: Config, amount: Amount, shape: DraftShape) -> dict[str, Any]:
 
 
 def _training(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> dict[str, float]:
-    parts = {**training_memory(shape, workload(config, amount)), "CUDA": _CUDA_BYTES}
+    work = workload(config, amount)
+    parts = {**training_memory(shape, work), "next batch": _next_batch(config, shape, work), "CUDA": _CUDA_BYTES}
     sizes = draft_parameters(shape)
     if config.train.optimizer == "muon":  # one moment instead of two, of the matrices
         parts["weights and optimizer"] -= 4.0 * (sizes["fc"] + sizes["attention"] + sizes["mlp"])
@@ -200,6 +208,10 @@ def _training(config: Config, amount: Amount, shape: DraftShape, gpus: int) -> d
         parts["average of the weights"] = 4.0 * sum(sizes.values())
     # Several processes exchange gradients in buckets as large as all of them.
     return parts if gpus == 1 else {**parts, "exchange of gradients": 4.0 * sum(sizes.values())}
+
+
+def _next_batch(config: Config, shape: DraftShape, work: Workload) -> float:
+    return batch_bytes(shape, work, config.capture.storage == "fp8")
 
 
 def _host(config: Config) -> int:
@@ -242,15 +254,19 @@ def _training_problem(config: Config, amount: Amount, shape: DraftShape, gpu: di
     work = workload(config, amount)
     room = f"a GPU has {gpu['bytes'] / GB:,.1f} GB"
     what = f"a training step of {work.tokens:,} tokens takes {needed / GB:,.1f} GB, and {room}."
-    fixed = needed - gpu["training"]["activations"]
-    least = training_memory(shape, replace(work, tokens=amount.longest))["activations"]
-    if fixed + least > gpu["bytes"]:
+    fixed = needed - gpu["training"]["activations"] - gpu["training"]["next batch"]
+
+    def fits(tokens: int) -> bool:
+        less = replace(work, tokens=tokens)
+        moving = training_memory(shape, less)["activations"] + _next_batch(config, shape, less)
+        return bool(fixed + moving <= gpu["bytes"])
+
+    if not fits(amount.longest):
         return what, "Lower data.max_length or data.draft_vocab_size, or train on GPUs with more memory."
     low, high = amount.longest, work.tokens
     while high - low > 256:
         middle = (low + high) // 2
-        fits = fixed + training_memory(shape, replace(work, tokens=middle))["activations"] <= gpu["bytes"]
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return what, f"Set train.tokens_per_batch to {low} or less."
 
 
