@@ -8,12 +8,13 @@ Copying has a thread and a stream of its own: the thread waits until the batch i
 
 Why no batch is written over while a kernel reads it: its memory belongs to the copies' stream, whose allocator would
 hand it out again as soon as nothing refers to it. `take` records training's stream on every tensor, so the allocator
-keeps it until that stream is past the point where the last reference went, whoever held it for however long. That alone
-would let batches pile up where the host enqueues far ahead of the GPU (gradient accumulation): the allocator does not
-wait for memory that is not free yet, it takes new memory. So the thread waits for the event e before it asks for any: e
-comes after all work on batch k-1, to which nothing refers any more, so its memory is free and is what copy k+1 gets.
-Two batches are on the device at most. Training's thread waits until a copy is enqueued, never until it is done: that
-its stream does.
+keeps it until that stream is past the point where the last reference went: where reading takes long, copy k+1 begins
+when the work on batch k is enqueued, batch k is let go, and nothing of it is computed yet. That alone would let
+batches pile up where the host enqueues far ahead of the GPU (gradient accumulation): the allocator does not wait for
+memory that is not free yet, it takes new memory. So the thread waits for the event e before it asks for any: e comes
+after all work on batch k-1, to which nothing refers any more, so its memory is free and is what copy k+1 gets. Two
+batches are on the device at most. Training's thread waits until a copy is enqueued, never until it is done: that its
+stream does.
 
 Pinned host memory: torch's allocator notes the stream of every copy out of it, and gives it out again once the copy is
 done, however early the batch on the host is let go.
@@ -86,6 +87,7 @@ class Ahead:
         work = find()
         if self._stream is None:
             return work.to(self._device), None
+        torch.cuda.set_device(self._stream.device)  # a thread begins with the first GPU, whichever this process has
         so_far.synchronize()  # there is room now
         with torch.cuda.stream(self._stream):
             there = work.to(self._device)
