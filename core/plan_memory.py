@@ -19,7 +19,7 @@ from draftsmith.core.deepspeed_file import read_deepspeed_file
 from draftsmith.core.draft_shape import DraftShape
 from draftsmith.core.estimate import Amount
 from draftsmith.core.plan_hours import workload
-from draftsmith.core.sizes import Workload, draft_parameters, training_memory
+from draftsmith.core.sizes import Workload, batch_bytes, draft_parameters, training_memory
 
 GB = 1e9
 _SHORTEST = 256  # tokens; to cut samples shorter is no way out
@@ -34,7 +34,8 @@ def memory_parts(config: Config, amount: Amount, shape: DraftShape, gpus: int) -
     Raises:
         UserError: DeepSpeed's file is missing or has no stage.
     """
-    parts = training_memory(shape, workload(config, amount))
+    work = workload(config, amount)
+    parts = training_memory(shape, work) | {"next batch": batch_bytes(shape, work, config.capture.storage == "fp8")}
     sizes = draft_parameters(shape)
     whole, part = 4.0 * sum(sizes.values()), 4.0 * sum(sizes.values()) / gpus
     half = parts["weights and optimizer"] - 4 * whole  # weights in bfloat16
@@ -82,14 +83,16 @@ def memory_problem(config: Config, amount: Amount, shape: DraftShape, gpu: dict[
     if needed <= room:
         return None
     what = f"a training step of {work.tokens:,} tokens takes {needed / GB:,.1f} GB, and a GPU has {room / GB:,.1f} GB."
-    rest = room - (needed - gpu["training"]["activations"])
+    rest = room - (needed - gpu["training"]["activations"] - gpu["training"]["next batch"])
 
     def most(high: int, of: Callable[[int], Workload]) -> int:
-        """The largest value below `high` whose activations fit; 0: none."""
+        """The largest value below `high` whose activations, and the batch that comes next, fit; 0: none."""
         low = 0
         while high - low > 1:
             middle = (low + high) // 2
-            fits = training_memory(shape, of(middle))["activations"] <= rest
+            less = of(middle)
+            coming = batch_bytes(shape, less, config.capture.storage == "fp8")
+            fits = training_memory(shape, less)["activations"] + coming <= rest
             low, high = (middle, high) if fits else (low, middle)
         return low
 

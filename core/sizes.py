@@ -115,6 +115,18 @@ def training_memory(shape: DraftShape, work: Workload) -> dict[str, float]:
     }
 
 
+def batch_bytes(shape: DraftShape, work: Workload, fp8_states: bool) -> float:
+    """GPU memory of a batch that travels while another one is worked on (train/ahead.py), to be added to the above.
+
+    Args:
+        shape: of the draft.
+        work: its tokens, and the share of them that have a last state.
+        fp8_states: they travel in float8, and are decoded beside it.
+    """
+    states = 2.0 * work.tokens * shape.hidden_size * (shape.num_aux + work.supervised)
+    return states * (1.5 if fp8_states else 1.0) + 17 * work.tokens  # ids, mask and positions; indices are less
+
+
 def target_parameters(hf: Any) -> tuple[int, int]:
     """Parameters of a decoder by its Hugging Face config: all of them, and those that one token uses.
 

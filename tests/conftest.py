@@ -8,7 +8,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -264,6 +264,29 @@ def one_thread() -> Iterator[None]:
     """Bit-for-bit comparisons, and small matrices: one thread."""
     with _one_thread():
         yield
+
+
+@pytest.fixture
+def copied_plainly() -> Callable[[], AbstractContextManager[None]]:
+    """`with copied_plainly():` training copies a batch as it takes it, on its own thread and stream: the reference."""
+    from draftsmith.train.ahead import Ahead
+
+    class Plain(Ahead):
+        def begin(self, find: Any) -> None:
+            self._find = find
+
+        def take(self, following: Any) -> Any:
+            work = self._find().to(self._device)
+            self._find = following
+            return work
+
+    @contextmanager
+    def place() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("draftsmith.train.loop.Ahead", Plain)
+            yield
+
+    return place
 
 
 @pytest.fixture

@@ -15,7 +15,10 @@ PARTS = ("data", "forward", "backward", "communication", "optimizer")
 
 
 class Clock:
-    """Seconds by part; data is a batch's way to the device.
+    """Seconds by part; data is what training waits for a batch to be on the device, and the noise that is put on it.
+
+    A batch travels while the one before is worked on (ahead.py). On a GPU the part is from the moment when its stream
+    has nothing left to do to the moment when the copy is there: waits of the host while the GPU works do not count.
 
     Communication is exposed communication: a part is split where its own work has ended or not yet begun, and the
     optimizer's part holds the gathering of weights that ZeRO does in it.

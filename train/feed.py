@@ -78,6 +78,10 @@ class Feed:
             self.store.will_need(self.plan[step + 1])
         return collate(self.store, self.plan[step])
 
+    def names(self, step: int) -> list[str]:
+        """Ids of the samples of a step."""
+        return [self.store.index[n]["sample_id"] for n in self.plan[step]]
+
     def done(self, steps: int) -> list[dict[str, str]]:
         """So many optimizer steps have been taken; samples, on any rank, that the last of them had no states of."""
         return []
@@ -139,8 +143,11 @@ class SpoolFeed(Feed):
         if self._open is None or self._open[0] != shard.number:
             self._open = (shard.number, *self._take(shard))
         _, states, numbers = self._open
-        names = [self._ids[n] for n in self.plan[step]]
-        return collate(states, [numbers[name] for name in names if name in numbers])
+        return collate(states, [numbers[name] for name in self.names(step) if name in numbers])
+
+    def names(self, step: int) -> list[str]:
+        """Ids of the samples of a step, those included that have no states."""
+        return [self._ids[n] for n in self.plan[step]]
 
     def done(self, steps: int) -> list[dict[str, str]]:
         """Let the capture have the room of a shard whose last step was taken."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,6 +22,7 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.vocab import VocabMapping
 from draftsmith.data.batching import collate, plan_batches
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train.ahead import Ahead, Step, first_of
 from draftsmith.train.average import Average
 from draftsmith.train.clock import Clock
 from draftsmith.train.engine import Engine
@@ -77,11 +79,11 @@ class Trainer:
             signals = stack.enter_context(Signals())
             stack.enter_context(self.writer)
             stack.callback(profile.close)
-            for works in self._batches(self.state.step):
+            for batches in self._batches(self.state.step):
                 profile.begins(self.state.step + 1)
-                sums, rows, norm, (end, save_now) = self._optimizer_step(works, signals.take())
+                sums, rows, norm, (end, save_now) = self._optimizer_step(batches, signals.take())
                 self._count_step()
-                speed.count(works)
+                speed.count(batches.works)
                 step, last = self.state.step, self.state.step == total
                 profile.ended(step)
                 if step % config.log_interval == 0 or last:
@@ -111,11 +113,14 @@ class Trainer:
         if skipped:
             say(f"warning: {skipped} steps were not taken, their gradients not being finite (see metrics.jsonl)")
 
-    def _batches(self, start: int) -> Iterator[list[Work]]:
+    def _batches(self, start: int) -> Iterator[Step]:
         """The batches of every step from `start`, the next ones read and laid out while these are worked on."""
-        with ThreadPoolExecutor(1) as pool, self.feed:
-            coming = pool.submit(self._works, start) if start < self.state.total_steps else None
-            for step in range(start, self.state.total_steps):
+        steps = range(start, self.state.total_steps)
+        with Ahead(self.accelerator.device) as ahead, ThreadPoolExecutor(1) as pool, self.feed:
+            coming = pool.submit(self._works, start) if steps else None
+            if coming:
+                ahead.begin(partial(first_of, coming))
+            for step in steps:
                 assert coming is not None
                 began = time.monotonic()
                 try:
@@ -125,20 +130,25 @@ class Trainer:
                         save(self)
                     raise
                 self.feed.waited += time.monotonic() - began
-                if step + 1 < self.state.total_steps:
-                    coming = pool.submit(self._works, step + 1)
-                yield works
+                coming = pool.submit(self._works, step + 1) if step + 1 in steps else None
+                yield Step(works, ahead, coming)
 
     def _works(self, step: int) -> list[Work]:
         each = self.config.train.grad_accum_steps
-        done = step / self.state.total_steps
-        return [self.step.lay_out(self.feed.batch(step * each + i), done) for i in range(each)]
+        return [self._work(step * each + i, step) for i in range(each)]
+
+    def _work(self, number: int, step: int) -> Work:
+        try:
+            return self.step.lay_out(self.feed.batch(number), step / self.state.total_steps)
+        except Exception as error:
+            error.add_note(f"Raised by the batch of step {step + 1}: {', '.join(self.feed.names(number))}")
+            raise
 
     def _optimizer_step(
-        self, works: list[Work], asked: tuple[bool, bool]
+        self, batches: Step, asked: tuple[bool, bool]
     ) -> tuple[StepSums, Tensor, float, tuple[bool, bool]]:
         """Sums and rows of the step, the gradient's norm, and what any rank's scheduler asked for."""
-        config, accelerator = self.config.train, self.accelerator
+        config, accelerator, works = self.config.train, self.accelerator, batches.works
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.state.step, self.state.total_steps)
         own = torch.stack([supervised_rows(work.batch, config.ttt_steps) for work in works]).sum(0)
@@ -148,9 +158,9 @@ class Trainer:
         # Gradients are averaged over ranks, and the loss is a sum over them.
         weights_J = step_weights(rows_J, config.step_decay) * accelerator.num_processes
         parts = []
-        for i, work in enumerate(works):
+        for i in range(len(works)):
             with self.engine.batch(last=i + 1 == len(works)):
-                parts.append(self._backward(work, i, weights_J))
+                parts.append(self._backward(batches, i, weights_J))
         with self.clock.part("optimizer"):
             norm = self.engine.take_step(config.max_grad_norm)
         if math.isfinite(norm):
@@ -164,13 +174,13 @@ class Trainer:
         end, save_now = (told[-2:] > 0).tolist()
         return sums, rows_J, norm, (end, save_now)
 
-    def _backward(self, work: Work, number: int, weights_J: Tensor) -> StepSums:
-        """Add a batch's part of the step's gradient."""
+    def _backward(self, batches: Step, number: int, weights_J: Tensor) -> StepSums:
+        """Add the next batch's part of the step's gradient, and keep nothing of the batch."""
         config, accelerator = self.config.train, self.accelerator
         # The same number however a step's batches are spread over processes.
         of_all = (self.state.step * config.grad_accum_steps + number) * accelerator.num_processes
         with self.clock.part("data"):
-            work = work.to(accelerator.device)
+            work = batches.take()
             noisy = add_noise(work.batch, config, self.config.run.seed, of_all + accelerator.process_index)
             work = replace(work, batch=noisy)
         with self.clock.part("forward"), self.engine.autocast():

@@ -42,9 +42,9 @@ class Speed:
 
         Returns:
             tokens_per_second: of all ranks, saving and evaluating included. Of this rank, means of a step: step_seconds
-            (all of it), data_seconds (no batch was ready, or it was on its way), forward_, backward_,
-            communication_ and optimizer_seconds. On a GPU gpu_memory_bytes, the most that was allocated; with a known
-            peak `mfu`.
+            (all of it), data_seconds (no batch was read, or the GPU had none to work on as it was still on its way:
+            a copy that ends before it is needed costs nothing), forward_, backward_, communication_ and
+            optimizer_seconds. On a GPU gpu_memory_bytes, the most that was allocated; with a known peak `mfu`.
         """
         now, waited = time.monotonic(), self._feed.waited
         seconds, steps = max(now - self._since, 1e-9), max(self._steps, 1)

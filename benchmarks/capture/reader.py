@@ -8,8 +8,9 @@ Writes a store of random states into --folder (left there, and used again), then
 - `first_pass`, `later_passes`: GB/s of the states on disk, from the page cache into a batch: pinned memory on a CUDA
   host, plain memory elsewhere. In the first pass pages are not mapped yet and pinned memory is not there yet.
 - `to_device`: GB/s of the bf16 states from there to the GPU, decoding included (CUDA only).
-- `wait`: the trainer's own loop over its batches (`Trainer._batches`), and what it waited for them. A step is the
-  fused pass with its optimizer at the MiniMax-M2.5 draft's shape on a GPU, and a sleep of --step-ms elsewhere.
+- `wait`: the trainer's own loop over its batches (`Trainer._batches`), and what it waited for them: `wait_` until they
+  were read, `data_` until they were on the device (training's `data_seconds`). A step is the fused pass with its
+  optimizer at the MiniMax-M2.5 draft's shape on a GPU, and a sleep of --step-ms elsewhere.
 """
 
 import argparse
@@ -36,6 +37,8 @@ from draftsmith.core.manifest import package_versions, write_manifest
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, bytes_per_row, shard_name
 from draftsmith.data.batching import collate, plan_batches
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.train.ahead import Step
+from draftsmith.train.clock import Clock
 from draftsmith.train.feed import Feed
 from draftsmith.train.loop import Trainer
 from draftsmith.train.state import TrainState
@@ -149,17 +152,26 @@ def waits(store: HiddenStateStore, args: argparse.Namespace) -> dict[str, float]
     nothing: Any = None
     trainer = Trainer(config, there, store, nothing, step, feed, [], nothing, nothing, state)
     began = time.perf_counter()
-    for number, works in enumerate(trainer._batches(0)):
+    for number, batches in enumerate(trainer._batches(0)):
         if number == args.warmup:
+            trainer.clock.take()
             began, feed.waited = time.perf_counter(), 0.0
-        for work in works:
-            work_on(work.to(there.device))
+        for _ in batches.works:
+            work_on(taken(trainer.clock, batches))
     seconds = time.perf_counter() - began
     steps = state.total_steps - args.warmup
+    data = trainer.clock.take()["data"] + feed.waited
     return {
         "steps": steps, "step_ms": seconds / steps * 1e3, "wait_ms": feed.waited / steps * 1e3,
-        "wait_share": feed.waited / seconds, "tokens_per_second": steps * args.tokens / seconds,
+        "wait_share": feed.waited / seconds, "data_ms": data / steps * 1e3, "data_share": data / seconds,
+        "tokens_per_second": steps * args.tokens / seconds,
     }  # fmt: skip
+
+
+def taken(clock: Clock, batches: Step) -> Work:
+    """The next batch on the device, as the trainer takes it; nothing else refers to it."""
+    with clock.part("data"):
+        return batches.take()
 
 
 def slept_step(config: Config, ms: float) -> tuple[TrainingStep, Any]:

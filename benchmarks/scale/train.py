@@ -8,6 +8,7 @@ backward, clipping, AdamW. JSON is written after each; cells that the time does 
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -72,11 +73,18 @@ def work(args: argparse.Namespace) -> None:
         Path(args.worker).write_text(json.dumps({"ms": ms, "tokens_per_second": rate, **worst, "ranks": ranks}))
 
 
+class There:
+    """Batches that are on the device already, as the loop takes them, again at every step."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works, self.take = works, itertools.cycle(works).__next__
+
+
 def timed(trainer: Any, works: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     """This rank's figures; seconds by part and memory of the steps after the first ones, losses and norms of all."""
     import torch
 
-    gpu, times, losses, norms = torch.cuda.is_available(), [], [], []
+    gpu, times, losses, norms, batches = torch.cuda.is_available(), [], [], [], There(works)
     for number in range(args.warmup + args.steps):
         if number == args.warmup:
             trainer.clock.take()
@@ -84,7 +92,7 @@ def timed(trainer: Any, works: list[Any], args: argparse.Namespace) -> dict[str,
                 torch.cuda.reset_peak_memory_stats()
         trainer.accelerator.wait_for_everyone()
         began = time.perf_counter()
-        sums, rows, norm, _ = trainer._optimizer_step(works, (False, False))
+        sums, rows, norm, _ = trainer._optimizer_step(batches, (False, False))
         if gpu:
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))

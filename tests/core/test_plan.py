@@ -19,6 +19,7 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.sizes import (
     H200_TRAINING_FLOPS,
     Workload,
+    batch_bytes,
     draft_parameters,
     target_parameters,
     training_flops,
@@ -144,6 +145,28 @@ def test_the_size_of_a_shard_is_the_plans(synthetic_run):
     replies = sum(r["supervised_tokens"] for r in store.index)
     amount = stated(synthetic_run, tokens, 10, replies / tokens)
     assert make_plan(synthetic_run, amount, H200)["disk"]["states"]["bf16"] == tensors
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8"])
+def test_the_size_of_a_batch_is_the_plans(synthetic_run, storage):
+    """What training holds beside the batch that it works on; in float8 what is decoded, and what it is decoded from."""
+    from draftsmith.data.batching import collate
+    from draftsmith.hidden_state_capture.reader import HiddenStateStore
+
+    store = HiddenStateStore(RunFolder.of(synthetic_run).hidden_states)
+    numbers = store.numbers("train")
+    batch = collate(store, numbers)
+    shape = DraftShape(64, 3, 4, 2, 16, 128, 512, 128, 1e-6, 256)
+    rows = len(batch.last_rows_M)
+    work = Workload(batch.num_tokens, rows / batch.num_tokens, batch.num_tokens / len(numbers), 3)
+    states = batch.aux_TAH.nbytes + batch.last_MH.nbytes
+    others = batch.input_ids_T.nbytes + batch.loss_mask_T.nbytes + batch.positions_T.nbytes
+    held = states if storage == "bf16" else states + states // 2
+    assert batch_bytes(shape, work, storage == "fp8") == pytest.approx(held + others)
+    amount = stated(synthetic_run, batch.num_tokens, 10, rows / batch.num_tokens)
+    config = synthetic_run.model_copy(update={"capture": synthetic_run.capture.model_copy(update={"storage": storage})})
+    parts = make_plan(config, amount, H200)["gpu"]["training"]
+    assert parts["next batch"] == pytest.approx((held + others) * config.train.tokens_per_batch / work.tokens, rel=0.01)
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------

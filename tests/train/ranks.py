@@ -32,11 +32,11 @@ def train_job(job):
         if "loss" in values and step in ends:
             os.kill(os.getpid(), ends[step])
 
-    def take_and_note(self, works, asked):
+    def take_and_note(self, batches, asked):
         with (RunFolder.of(config).root / f"seen-{rank}.jsonl").open("a") as file:
-            ids = [name for work in works for name in work.batch.sample_ids]
+            ids = [name for work in batches.works for name in work.batch.sample_ids]
             file.write(json.dumps({"step": self.state.step, "ids": ids}) + "\n")
-        return take(self, works, asked)
+        return take(self, batches, asked)
 
     Metrics.log, Trainer._optimizer_step = log_and_end, take_and_note
     train(config)
