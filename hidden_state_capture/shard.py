@@ -186,6 +186,21 @@ def sample_sha256(tensors: dict[str, Tensor]) -> str:
     return _digest({name: _bytes(tensors[name]) for name in _HASHED if name in tensors})
 
 
+def has_sha256(tensors: dict[str, Tensor], sha256: str) -> bool:
+    """Whether `sha256`, from an index, is that of a sample's tensors, by `sample_sha256` or as stores once had it.
+
+    Earlier versions wrote the SHA-256 of the bytes themselves. A store may have both: of a capture that was begun then
+    and ended now, of a merge, of a repair.
+    """
+    if sample_sha256(tensors) == sha256:
+        return True
+    whole = hashlib.sha256()
+    for name in _HASHED:
+        if name in tensors:
+            whole.update(_bytes(tensors[name]).data)
+    return whole.hexdigest() == sha256
+
+
 def committed_shards(folder: Path) -> list[dict[str, Any]]:
     """Sidecars of the shards that are whole, in order."""
     return list(_sidecars(folder, "shard-*.json"))
