@@ -138,7 +138,13 @@ class OpenShard:
             "samples": len(self.rows),
             "tokens": self.tokens,
         }
-        write_text(self.path.with_suffix(".json"), json.dumps({"shard": entry, "rows": self.rows, **more}))
+        sidecar = self.path.with_suffix(".json")
+        try:
+            write_text(sidecar, json.dumps({"shard": entry, "rows": self.rows, **more}))
+        except BaseException:  # on a disk that is full, the reason needs the room of what is not committed
+            sidecar.unlink(missing_ok=True)
+            self.path.unlink()
+            raise
 
     def give_room(self) -> None:
         """Free what has been written, from any thread; the shard is lost and has to be discarded by its own."""

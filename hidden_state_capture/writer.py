@@ -236,6 +236,8 @@ class ShardWriter:
         tensors = batch.collect()
         start = last_start = 0
         for sample in batch.samples:
+            if self._error is not None:
+                return
             end, last_end = start + len(sample.input_ids_T), last_start + len(sample.last_rows_M)
             mine = {
                 name: tensor[last_start:last_end] if name.startswith("last") else tensor[start:end]
@@ -296,7 +298,7 @@ class ShardWriter:
         self._seal_full(lane)
 
     def _seal_full(self, lane: Lane) -> None:
-        while lane.full:
+        while lane.full and self._error is None:  # what a failed writer has freed is not for the next shard to fill
             shard, more = lane.full[0]  # it stays there until it is done: an error drops it
             shard.seal(**more)
             lane.full.popleft()
