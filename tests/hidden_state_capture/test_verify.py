@@ -1,6 +1,5 @@
 """`store verify`, `repair` and `stats`: every kind of damage is named, and mended by capturing what is lost again."""
 
-import hashlib
 import json
 import os
 import random
@@ -167,31 +166,6 @@ def test_the_samples_are_compared_too(synthetic_run, changed):
     assert "not in the store" not in [what for _, _, what in faults(run.hidden_states, run.samples)]
     edit(run.samples / "manifest.json", lambda m: m.update(created="later"))
     assert (None, None, f"made from other samples than {run.samples} holds") in faults(run.hidden_states, run.samples)
-
-
-def of_an_earlier_version(folder):
-    """Give the index the checksums that stores had before: SHA-256 of a sample's bytes, one tensor after another."""
-    table = pq.read_table(folder / INDEX)
-    rows = table.to_pylist()
-    names = "input_ids", "loss_mask", "aux_states", "aux_scales", "last_states", "last_scales"
-    for row in rows:
-        tensors = load_file(folder / f"shard-{row['shard']:05d}.safetensors")
-        digest = hashlib.sha256()
-        for name in (n for n in names if n in tensors):
-            kind = "last_" if name.startswith("last_") else ""
-            begin, length = row[f"{kind}start"], row[f"{kind}length"]
-            digest.update(tensors[name][begin : begin + length].contiguous().view(torch.uint8).numpy().tobytes())
-        row["sha256"] = digest.hexdigest()
-    pq.write_table(table.from_pylist(rows, schema=table.schema), folder / INDEX)
-
-
-@BOTH
-def test_a_store_of_an_earlier_version_is_whole_and_its_damage_is_found_and_mended(store):
-    of_an_earlier_version(store)
-    assert faults(store) == []
-    rewrite(store, lambda tensors: tensors["aux_states"].view(torch.uint8)[-1, 0, 3].bitwise_xor_(1))
-    assert faults(store) == [("shard-00001.safetensors", "d", "its bytes are not the index's (sha256)")]
-    assert repair_store(store).kept == 1
 
 
 # ---- repair ----------------------------------------------------------------------------------------------------------
