@@ -83,13 +83,13 @@ def remove_leftovers(folder: Path) -> None:
     if folder.is_dir():
         for left in folder.glob(".tmp*"):  # safetensors' own temporary files are called .tmpXXXXXX
             if not _is_being_written(left):
-                shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink(missing_ok=True)
 
 
 def _is_being_written(left: Path) -> bool:
     """Whether the process it is named after is another one than this, and there: capture and training share a spool."""
     pid = left.name.removeprefix(TMP_MARK).split("-")[0]
-    if not (left.name.startswith(TMP_MARK) and pid.isdigit()) or int(pid) == os.getpid():
+    if not (left.name.startswith(TMP_MARK) and pid.isdecimal()) or int(pid) == os.getpid():
         return False
     try:
         writer = psutil.Process(int(pid))
@@ -97,6 +97,8 @@ def _is_being_written(left: Path) -> bool:
         return writer.status() != psutil.STATUS_ZOMBIE and writer.create_time() <= left.stat().st_mtime
     except (psutil.NoSuchProcess, FileNotFoundError):
         return False
+    except psutil.AccessDenied:  # it is there, and another user's
+        return True
 
 
 def fsync_path(path: Path) -> None:

@@ -11,6 +11,7 @@ ones were counted on two and four processes, tests/train/test_memory.py):
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +50,9 @@ def memory_parts(config: Config, amount: Amount, shape: DraftShape, gpus: int) -
             held -= 4 * part
         if shared and _offloads(zero, "param"):
             held -= part
-        buckets = 2 if zero.get("overlap_comm") and not shared else 1
+        buckets = 2 if str(zero.get("overlap_comm")).lower() in ("true", "1") and not shared else 1
         parts |= {"weights and optimizer": held + half, "whole in a pass": (2 if shared else 1) * whole}
-        parts["exchange of gradients"] = 4.0 * buckets * zero.get("reduce_bucket_size", _BUCKET)
+        parts["exchange of gradients"] = 4.0 * buckets * _numbers(zero.get("reduce_bucket_size"))
     elif config.train.shard == "fsdp2":
         average = part
         parts |= {"weights and optimizer": 4 * part + half, "whole in a pass": 2 * whole}
@@ -67,7 +68,15 @@ def memory_parts(config: Config, amount: Amount, shape: DraftShape, gpus: int) -
 
 def _offloads(zero: dict[str, Any], what: str) -> bool:
     """Whether `zero_optimization` keeps optimizer or parameters in host memory, or on a disk."""
-    return ((zero.get(f"offload_{what}") or {}).get("device") or "none") != "none"
+    given = zero.get(f"offload_{what}")
+    return isinstance(given, dict) and (given.get("device") or "none") != "none"
+
+
+def _numbers(given: Any) -> float:
+    """Of a bucket: DeepSpeed takes `auto` and digits in quotes too; what it refuses, training names."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return float(int(given))
+    return _BUCKET
 
 
 def memory_problem(config: Config, amount: Amount, shape: DraftShape, gpu: dict[str, Any]) -> tuple[str, str] | None:

@@ -46,7 +46,9 @@ INDEX_SCHEMA = pa.schema(
         pa.field("supervised_tokens", pa.int32(), nullable=False),  # reply tokens
         pa.field("split", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
-        pa.field("sha256", pa.string(), nullable=False),  # of its bytes: TOKEN_TENSORS, then LAST_TENSORS
+        pa.field(
+            "sha256", pa.string(), nullable=False
+        ),  # of TOKEN_TENSORS, then LAST_TENSORS: hidden_state_capture/shard.py
     ]
 )
 

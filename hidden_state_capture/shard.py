@@ -138,7 +138,13 @@ class OpenShard:
             "samples": len(self.rows),
             "tokens": self.tokens,
         }
-        write_text(self.path.with_suffix(".json"), json.dumps({"shard": entry, "rows": self.rows, **more}))
+        sidecar = self.path.with_suffix(".json")
+        try:
+            write_text(sidecar, json.dumps({"shard": entry, "rows": self.rows, **more}))
+        except BaseException:  # on a disk that is full, the reason needs the room of what is not committed
+            sidecar.unlink(missing_ok=True)
+            self.path.unlink()
+            raise
 
     def give_room(self) -> None:
         """Free what has been written, from any thread; the shard is lost and has to be discarded by its own."""
@@ -184,6 +190,21 @@ def sample_sha256(tensors: dict[str, Tensor]) -> str:
     second pass of it over all bytes would cost as much as all the rest of the writing.
     """
     return _digest({name: _bytes(tensors[name]) for name in _HASHED if name in tensors})
+
+
+def has_sha256(tensors: dict[str, Tensor], sha256: str) -> bool:
+    """Whether `sha256`, from an index, is that of a sample's tensors, by `sample_sha256` or as stores once had it.
+
+    Earlier versions wrote the SHA-256 of the bytes themselves. A store may have both: of a capture that was begun then
+    and ended now, of a merge, of a repair.
+    """
+    if sample_sha256(tensors) == sha256:
+        return True
+    whole = hashlib.sha256()
+    for name in _HASHED:
+        if name in tensors:
+            whole.update(_bytes(tensors[name]).data)
+    return whole.hexdigest() == sha256
 
 
 def committed_shards(folder: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.core.atomic import write_text
 from draftsmith.core.store import shard_name
 from draftsmith.hidden_state_capture.gather import SampleRows
-from draftsmith.hidden_state_capture.shard import OpenShard, Tail
+from draftsmith.hidden_state_capture.shard import OpenShard
 from draftsmith.hidden_state_capture.writer import Lane, ShardWriter, WriterConfig
 
 
@@ -40,7 +40,7 @@ class SpoolWriter(ShardWriter):
         coming = self._of(sample)
         with self._lock:
             if coming.shard is None:
-                coming.shard = OpenShard(self.folder, self._slot(sample)["shard"], Tail())
+                coming.shard = self._open(self._slot(sample)["shard"])
         coming.shard.add(sample, tensors)
         self._count(lane, sample, coming)
 
@@ -65,7 +65,7 @@ class SpoolWriter(ShardWriter):
             del self._coming[slot["shard"]]
         more = {"steps": slot["steps"], "made_from": slot["made_from"], "rejected": coming.rejected}
         if coming.shard:
-            lane.full.append((coming.shard, more))
+            self._is_full(lane, coming.shard, more)
         else:
             path = self.folder / shard_name(slot["shard"])
             nothing = {"shard": {"file": path.name, "bytes": 0}, "rows": [], **more}

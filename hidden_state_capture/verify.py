@@ -24,7 +24,7 @@ from draftsmith.core.progress import meter
 from draftsmith.core.samples import iter_samples
 from draftsmith.core.store import INDEX, INDEX_SCHEMA, LAST_TENSORS, TOKEN_TENSORS
 from draftsmith.hidden_state_capture.reader import REBUILD_INDEX, store_manifest
-from draftsmith.hidden_state_capture.shard import sample_sha256
+from draftsmith.hidden_state_capture.shard import has_sha256
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def slices_of(tensors: dict[str, Tensor], row: dict[str, Any]) -> dict[str, Tens
 
 def sample_faults(row: dict[str, Any], sample: dict[str, Tensor]) -> Iterator[str]:
     """A sample against its row of the index, and itself."""
-    if sample_sha256(sample) != row["sha256"]:
+    if not has_sha256(sample, row["sha256"]):
         yield "its bytes are not the index's (sha256)"
     if int(sample["loss_mask"].sum()) != row["supervised_tokens"]:
         yield "the index has another number of supervised tokens"

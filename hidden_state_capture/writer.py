@@ -29,6 +29,7 @@ from draftsmith.hidden_state_capture.shard import OpenShard, Tail
 FAILURE = "failure.json"
 # What the connector was told and found, for a driver that did not start its engine.
 CONNECTOR = "connector.json"
+_MOST_FULL = 8  # shards of one thread that wait to be sealed
 _TRIES, _WAIT = 20, 0.05  # of leaving the reason on a full disk; seconds
 
 
@@ -107,12 +108,10 @@ class Lane:
     Attributes:
         shard: takes the next sample.
         full: shards to be sealed, and how; not before the batch's memory is given back, for which the engine may wait.
-        tails: host memory that no open shard uses.
     """
 
     shard: OpenShard | None = None
     full: deque[tuple[OpenShard, dict[str, Any]]] = field(default_factory=deque)
-    tails: list[Tail] = field(default_factory=list)
 
 
 class ShardWriter:
@@ -126,6 +125,7 @@ class ShardWriter:
         self._numbers = itertools.count(config.first, config.step)
         self._queue: queue.Queue[Batch | _Flush] = queue.Queue()
         self._threads: list[threading.Thread] = []
+        self._tails: deque[Tail] = deque()  # host memory that no open shard uses, for any thread's next
         self._pending = self._at_work = 0
         self._change = threading.Condition()
         self._error: BaseException | None = None
@@ -236,6 +236,8 @@ class ShardWriter:
         tensors = batch.collect()
         start = last_start = 0
         for sample in batch.samples:
+            if self._error is not None:
+                return
             end, last_end = start + len(sample.input_ids_T), last_start + len(sample.last_rows_M)
             mine = {
                 name: tensor[last_start:last_end] if name.startswith("last") else tensor[start:end]
@@ -258,11 +260,24 @@ class ShardWriter:
 
     def _keep(self, lane: Lane, sample: SampleRows, tensors: dict[str, Tensor]) -> None:
         if lane.shard is None:
-            lane.shard = OpenShard(self.folder, next(self._numbers), lane.tails.pop() if lane.tails else Tail())
+            lane.shard = self._open(next(self._numbers))
         lane.shard.add(sample, tensors)
         if lane.shard.nbytes >= self.config.shard_bytes:
-            lane.full.append((lane.shard, {}))
-            lane.shard = None
+            shard, lane.shard = lane.shard, None
+            self._is_full(lane, shard, {})
+
+    def _open(self, number: int) -> OpenShard:
+        try:
+            tail = self._tails.pop()
+        except IndexError:
+            tail = Tail()
+        return OpenShard(self.folder, number, tail)
+
+    def _is_full(self, lane: Lane, shard: OpenShard, more: dict[str, Any]) -> None:
+        """Have it sealed after the batch; at once where a batch fills many, each of which keeps a file open."""
+        lane.full.append((shard, more))
+        if len(lane.full) >= _MOST_FULL:
+            self._seal_full(lane)
 
     def _reject(self, lane: Lane, sample: SampleRows, entry: dict[str, str]) -> None:
         """Remember it on disk at once: a run that goes on after a kill must neither forget nor repeat it."""
@@ -283,11 +298,11 @@ class ShardWriter:
         self._seal_full(lane)
 
     def _seal_full(self, lane: Lane) -> None:
-        while lane.full:
+        while lane.full and self._error is None:  # what a failed writer has freed is not for the next shard to fill
             shard, more = lane.full[0]  # it stays there until it is done: an error drops it
             shard.seal(**more)
             lane.full.popleft()
-            lane.tails.append(shard.lasts)
+            self._tails.append(shard.lasts)
 
 
 def sample_tensors(sample: SampleRows) -> dict[str, Tensor]:

@@ -244,3 +244,16 @@ def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(t
         other.communicate(b"\n")
     remove_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_leftovers_of_any_kind_and_name_are_removed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "a").touch()
+    (tmp_path / ".tmp-4194999-link").symlink_to(kept)
+    (tmp_path / ".tmp-4194999-gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / ".tmp-4194999-folder").mkdir()
+    for name in (".tmp-\N{SUPERSCRIPT TWO}-x", ".tmp-0-x", f".tmp-{2**80}-x", ".tmp--x", ".tmp-"):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [kept] and (kept / "a").exists()

@@ -251,6 +251,25 @@ def test_memory_follows_the_engine(minimax, roomy, options, quarters):
     assert average["average of the weights"] == pytest.approx(whole / 4 if shared else whole)
 
 
+@pytest.mark.parametrize(
+    ("zero", "numbers"),
+    [
+        ({"reduce_bucket_size": "auto"}, 5e8),
+        ({"reduce_bucket_size": "300"}, 300),
+        ({"reduce_bucket_size": 3e8, "overlap_comm": "false"}, 3e8),
+        ({"reduce_bucket_size": None, "overlap_comm": True}, 1e9),
+        ({"reduce_bucket_size": [], "offload_optimizer": "cpu"}, 5e8),  # what DeepSpeed refuses is told by training
+        ({"reduce_bucket_size": float("inf"), "offload_optimizer": True}, 5e8),
+    ],
+)
+def test_deepspeeds_file_is_read_as_deepspeed_does(minimax, roomy, tmp_path, zero, numbers):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, **zero}}))
+    config = minimax(train={"engine": "deepspeed", "deepspeed_config": str(file)})
+    made = make_plan(config, stated(config, 10**6, 1000, 0.6), Rates(gpus=4))
+    assert made["gpu"]["training"]["exchange of gradients"] == 4.0 * numbers
+
+
 def test_a_target_that_is_too_large_for_its_gpus_is_said(minimax, roomy):
     (said,) = problems(minimax(target={"tensor_parallel": 1}))
     assert "230 GB on each of 1 GPUs of 141 GB" in said and "target.tensor_parallel to 2" in said

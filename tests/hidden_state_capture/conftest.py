@@ -47,7 +47,25 @@ MANIFEST = {
 
 
 @pytest.fixture
-def make_store(sample: Callable[..., SampleStates]) -> Callable[..., Path]:
+def finished() -> Callable[..., None]:
+    """`finished(folder, "bf16")`: makes a complete store of the shards that are committed there."""
+
+    def finish(folder: Path, storage: str, inputs: Any = None, **manifest: Any) -> None:
+        sidecars = committed_shards(folder)
+        rows = [
+            {**row, "shard": n, "split": "train", "source": "s"} for n, s in enumerate(sidecars) for row in s["rows"]
+        ]
+        pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), folder / INDEX)
+        outputs = {**MANIFEST, "storage": storage, "shards": [s["shard"] for s in sidecars], "rejected": []}
+        write_manifest(folder, "capture", inputs or {}, {**outputs, **manifest})
+        for sidecar in folder.glob("shard-*.json"):
+            sidecar.unlink()
+
+    return finish
+
+
+@pytest.fixture
+def make_store(sample: Callable[..., SampleStates], finished: Callable[..., None]) -> Callable[..., Path]:
     """`make_store(folder, ["a", "b"], shard_bytes=1)`: a complete store of these samples; a shard each by default."""
 
     def make(folder: Path, names: list[str], shard_bytes: int = 1, storage: str = "bf16", **manifest: Any) -> Path:
@@ -57,15 +75,7 @@ def make_store(sample: Callable[..., SampleStates]) -> Callable[..., Path]:
         for i, name in enumerate(names):
             writer.put(sample(name, tokens=6 + i % 3))
         writer.flush()
-        sidecars = committed_shards(folder)
-        rows = [
-            {**row, "shard": n, "split": "train", "source": "s"} for n, s in enumerate(sidecars) for row in s["rows"]
-        ]
-        pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), folder / INDEX)
-        outputs = {**MANIFEST, "storage": storage, "shards": [s["shard"] for s in sidecars], "rejected": []}
-        write_manifest(folder, "capture", inputs, {**outputs, **manifest})
-        for sidecar in folder.glob("shard-*.json"):
-            sidecar.unlink()
+        finished(folder, storage, inputs, **manifest)
         return folder
 
     return make

@@ -76,6 +76,21 @@ def test_a_full_disk_stops_with_what_is_needed_and_goes_on_with_more_room(captur
     assert all((s.aux_states_TAH == 1.0 + float(s.sample_id[1:])).all() for s in store)
 
 
+def test_a_disk_that_is_full_but_for_the_sidecar_has_room_for_the_reason(small_disk, sample):
+    folder, enlarge = small_disk
+    writer = ShardWriter(folder / "h", WriterConfig(1, 1 << 20))
+    writer.put(sample("a"))
+    writer.flush()
+    (whole,) = (folder / "h").glob("*.safetensors")
+    held = sum(-(-p.stat().st_size // 4096) for p in (folder / "h").iterdir())
+    enlarge(f"{4 * (held + -(-whole.stat().st_size // 4096))}k")  # for another shard, and nothing else
+    writer.put(sample("b"))
+    with pytest.raises(RuntimeError, match=r"Errno 28"):
+        writer.flush()
+    left = {p.name for p in (folder / "h").iterdir()}
+    assert left == {FAILURE, whole.name, whole.with_suffix(".json").name}
+
+
 def test_other_failures_are_passed_on_as_they_are(captured):
     given = StageFailed("the engine failed")
     assert _with_room(captured, given) is given

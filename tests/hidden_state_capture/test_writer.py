@@ -1,6 +1,7 @@
 """The shard writer: what is unusable is named, errors of its threads surface, memory is bounded."""
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.core.fp8_states import encode
-from draftsmith.hidden_state_capture.gather import SampleRows
+from draftsmith.hidden_state_capture.gather import Batch, SampleRows
 from draftsmith.hidden_state_capture.shard import committed_shards, next_number, rejected_samples, remove_uncommitted
 from draftsmith.hidden_state_capture.writer import ShardWriter, WriterConfig
 
@@ -256,6 +257,32 @@ def test_the_engine_has_its_memory_back_before_a_full_shard_is_sealed(tmp_path, 
         writer.put(batch)
     writer.flush()
     assert seen == [0, 1, 2] and len(committed_shards(tmp_path)) == 3
+
+
+def test_a_batch_of_many_shards_keeps_few_files_open(tmp_path, sample):
+    names, most = [f"s{i:03}" for i in range(60)], []
+    tensors = {}
+    samples = [SampleRows.of(name, list(range(8)), [[4, 8]]) for name in names]
+    for name in names:
+        for key, tensor in sample(name).batch("bf16").collect().items():
+            tensors.setdefault(key, []).append(tensor)
+            most.append(len(os.listdir("/proc/self/fd")))
+    before = most[-1]
+
+    def collect():
+        most.clear()
+        return {key: torch.cat(parts) for key, parts in tensors.items()}
+
+    class Watched(ShardWriter):
+        def _add_one(self, lane, one, given):
+            super()._add_one(lane, one, given)
+            most.append(len(os.listdir("/proc/self/fd")))
+
+    writer = Watched(tmp_path, WriterConfig(1, GIB))
+    writer.put(Batch(samples, 1, collect, bool))
+    writer.flush()
+    assert [row["sample_id"] for s in committed_shards(tmp_path) for row in s["rows"]] == names
+    assert max(most) < before + 20
 
 
 # ---- what must not be forgotten -------------------------------------------------------------------------------------
