@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or "inputs" not in manifest:
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("inputs"), dict):
             raise ValueError("no manifest of ours")
     except ValueError as error:
         raise UserError(f"{path}: damaged ({error}).", f"Delete {folder} and run its stage again.") from None

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftsmith.core.atomic import remove_leftovers
 from draftsmith.hidden_state_capture.gather import SampleRows
 from draftsmith.hidden_state_capture.shard import OpenShard, Tail
 from draftsmith.hidden_state_capture.verify import Verdict, offset_faults, sample_faults, shape_faults, slices_of
@@ -22,6 +23,7 @@ def salvage(folder: Path, verdict: Verdict) -> int:
 
     The store's manifest stays, and knows none of them. What an earlier call left, which was killed, is removed.
     """
+    remove_leftovers(folder)
     listed = {s["file"] for s in verdict.manifest["shards"]}
     for left in [*folder.glob("shard-*.json"), *folder.glob("shard-*.safetensors")]:
         if left.with_suffix(".safetensors").name not in listed:
@@ -32,11 +34,17 @@ def salvage(folder: Path, verdict: Verdict) -> int:
         if shard["file"] not in verdict.bad_shards or not (whole := _whole(folder, verdict, shard)):
             continue
         made = OpenShard(folder, number, Tail())
-        for name, sample in whole:
-            ids, mask = (sample[key].numpy() for key in ("input_ids", "loss_mask"))
-            rows = SampleRows(name, ids, mask, _last_rows(sample).numpy())
-            made.add(rows, {key: t.contiguous() for key, t in sample.items() if key.endswith(("_states", "_scales"))})
-        made.seal()
+        try:
+            for name, sample in whole:
+                ids, mask = (sample[key].numpy() for key in ("input_ids", "loss_mask"))
+                rows = SampleRows(name, ids, mask, _last_rows(sample).numpy())
+                made.add(
+                    rows, {key: t.contiguous() for key, t in sample.items() if key.endswith(("_states", "_scales"))}
+                )
+            made.seal()
+        except BaseException:
+            made.discard()
+            raise
         number, kept = number + 1, kept + len(whole)
     return kept
 

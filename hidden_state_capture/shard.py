@@ -76,7 +76,7 @@ class OpenShard:
         self.lasts = lasts
         self.lasts.size = 0
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in _AFTER if name != "last_states"}
-        self._like: dict[str, Tensor] = {}
+        self._like: dict[str, tuple[torch.dtype, list[int]]] = {}  # dtype, and shape after rows
         self._aux_bytes = 0
         self._lock = threading.Lock()
         self.rows: list[dict[str, Any]] = []
@@ -106,7 +106,7 @@ class OpenShard:
             self._parts["input_ids"].append(ids)
             self._parts["loss_mask"].append(mask)
             self._parts["last_rows"].append((sample.last_rows_M + self.tokens).astype(np.int32).view(np.uint8))
-            self._like = states
+            self._like = {name: (t.dtype, list(t.shape[1:])) for name, t in states.items()}  # no view: it holds a batch
             self.tokens += len(mask)
             self.last_tokens += len(sample.last_rows_M)
             self.nbytes += sum(map(len, data.values())) + ids.nbytes + mask.nbytes + 4 * len(sample.last_rows_M)
@@ -166,7 +166,7 @@ class OpenShard:
         """Of safetensors: JSON, padded with spaces to where the data begin."""
         like = self._like
         leading = {name: self.last_tokens if name.startswith("last") else self.tokens for name in like}
-        tensors = {name: (t.dtype, [leading[name], *t.shape[1:]]) for name, t in like.items()} | {
+        tensors = {name: (dtype, [leading[name], *rest]) for name, (dtype, rest) in like.items()} | {
             "sample_offsets": (torch.int64, [len(self.rows) + 1]),
             "last_rows": (torch.int32, [self.last_tokens]),
             "input_ids": (torch.int32, [self.tokens]),

@@ -184,8 +184,10 @@ class ShardWriter:
                 continue
             self._guarded(lane, lambda item=item: self._add(lane, item))  # type: ignore[misc]
             item.release()
+            nbytes = item.nbytes
+            del item  # with memory that it has of its own
             with self._change:
-                self._pending -= item.nbytes
+                self._pending -= nbytes
                 self._change.notify_all()
             self._guarded(lane, lambda: self._seal_full(lane))
 

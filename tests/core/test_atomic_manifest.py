@@ -201,7 +201,7 @@ def test_so_had_one_within_a_section_and_one_of_a_reports(tmp_path):
         check_inputs(tmp_path, read_manifest(tmp_path), roles)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"stage": "prep', b"\xff\xfe\x00", b"[]", b"{}"])
+@pytest.mark.parametrize("content", [b"", b'{"stage": "prep', b"\xff\xfe\x00", b"[]", b"{}", b'{"inputs": null}'])
 def test_a_damaged_manifest_is_named_with_the_mend(tmp_path, content):
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(UserError, match=r"manifest\.json: damaged.*Delete .* and run its stage again"):

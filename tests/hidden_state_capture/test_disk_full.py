@@ -12,6 +12,7 @@ from draftsmith.core.samples import Sample
 from draftsmith.core.target import resolve_target
 from draftsmith.hidden_state_capture.finish import Captured, finish
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
+from draftsmith.hidden_state_capture.repair import repair_store
 from draftsmith.hidden_state_capture.shard import next_number
 from draftsmith.hidden_state_capture.stage import _missing, _with_room, capture_inputs
 from draftsmith.hidden_state_capture.todo import Head, store_bytes
@@ -89,6 +90,26 @@ def test_a_disk_that_is_full_but_for_the_sidecar_has_room_for_the_reason(small_d
         writer.flush()
     left = {p.name for p in (folder / "h").iterdir()}
     assert left == {FAILURE, whole.name, whole.with_suffix(".json").name}
+
+
+def test_a_repair_on_a_full_disk_leaves_the_store_as_it_was(small_disk, make_store, tree_of):
+    folder, enlarge = small_disk
+    store = make_store(folder / "h", list("abcdef"), shard_bytes=2000)
+    file = store / "shard-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    before = tree_of(store)
+    held = sum(-(-p.stat().st_size // 4096) for p in store.iterdir())
+    for more in range(4):  # blocks: there is room for nothing, or for some of a shard
+        enlarge(f"{4 * (held + more)}k")
+        with pytest.raises(OSError, match="Errno 28"):
+            repair_store(store)
+        left = tree_of(store)
+        assert {name: left.get(name) for name in before} == before
+        assert not [name for name in left if ".tmp" in name], more
+    enlarge("1m")
+    assert repair_store(store).kept > 0
 
 
 def test_other_failures_are_passed_on_as_they_are(captured):

@@ -1,10 +1,12 @@
 """The shard writer: what is unusable is named, errors of its threads surface, memory is bounded."""
 
+import gc
 import json
 import os
 import shutil
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -257,6 +259,25 @@ def test_the_engine_has_its_memory_back_before_a_full_shard_is_sealed(tmp_path, 
         writer.put(batch)
     writer.flush()
     assert seen == [0, 1, 2] and len(committed_shards(tmp_path)) == 3
+
+
+def test_a_batch_is_gone_from_memory_when_it_counts_no_more(tmp_path, sample):
+    held, alive = sample("a").batch("bf16").collect(), []
+    there = weakref.ref(held["aux_states"])
+
+    class Watched(ShardWriter):
+        def _seal_full(self, lane):
+            gc.collect()
+            alive.append((there() is not None, self._pending))
+            super()._seal_full(lane)
+
+    writer = Watched(tmp_path, WriterConfig(1, GIB))
+    batch = Batch([SampleRows.of("a", list(range(8)), [[4, 8]])], 99, lambda kept=held: dict(kept), bool)
+    del held
+    writer.put(batch)
+    del batch
+    writer.flush()
+    assert alive[0] == (False, 0)
 
 
 def test_a_batch_of_many_shards_keeps_few_files_open(tmp_path, sample):
