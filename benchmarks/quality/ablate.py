@@ -133,8 +133,7 @@ class Plan:
                 link(run.vocab_mapping, old.vocab_mapping)
             self.job(variant, "capture").run()  # which prepares what is missing
         else:
-            size = variant.settings.get(VOCABULARY, 0)
-            derive(old, run.root, variant.share, size, resolve_target(self.base.target))
+            derive(old, run.root, variant.share)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
