@@ -93,7 +93,7 @@ def prepare(config: Config) -> None:
             write_manifest(folder, "prepare", inputs, {**figures, "not_in": checked, "revisions": revisions})
     remove(run.journal)
     make_vocabulary(config, run, target, quiet=True)
-    _say_figures(config, run, sample_figures(run, figures))
+    _say_figures(config, run, target, sample_figures(run, figures))
 
 
 def prepare_inputs(config: Config, target: Target, revisions: Revisions = MappingProxyType({})) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _write(folder: Path, samples: Iterator[Sample], tally: Tally) -> Examples:
     return examples
 
 
-def _say_figures(config: Config, run: RunFolder, figures: dict[str, Any]) -> None:
+def _say_figures(config: Config, run: RunFolder, target: Target, figures: dict[str, Any]) -> None:
     def counted(key: str) -> str:
         return ", ".join(f"{n:,} {what}" for what, n in figures[key].items()) or "none"
 
@@ -239,5 +239,5 @@ def _say_figures(config: Config, run: RunFolder, figures: dict[str, Any]) -> Non
             f"({', '.join(others)}); a draft learns another model's habits from them: data.replies=regenerate"
         )
     size = config.data.draft_vocab_size or 0
-    if size % 128:
+    if size % 128 and size < target.vocab_size:
         say(f"data.draft_vocab_size is {size}; {size + 128 - size % 128}, a multiple of 128, would be faster to serve")
