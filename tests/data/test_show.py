@@ -107,7 +107,17 @@ def test_stats_print_every_source_and_a_picture_where_asked(synthetic_run, confi
     plot = tmp_path / "plot.png"
     result = CliRunner().invoke(app, ["data", "stats", "--config", config_file(synthetic_run), "--plot", str(plot)])
     assert not result.exception
-    for text in ("alpha", "beta", "all", "24", "3 not_json", "2 near_duplicate", "100.0%", "24 stop", "vocabulary of 128 tokens"):
+    for text in (
+        "alpha",
+        "beta",
+        "all",
+        "24",
+        "3 not_json",
+        "2 near_duplicate",
+        "100.0%",
+        "24 stop",
+        "vocabulary of 128 tokens",
+    ):
         assert text in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     before = {p.name for p in folder.parent.iterdir()}

@@ -1,4 +1,4 @@
-"""Another `data.draft_vocab_size`: samples and states stay, training follows it, and what was trained is refused by name."""
+"""Another `data.draft_vocab_size`: samples and states stay, training follows it, and old trainings are refused by name."""
 
 import json
 import shutil
