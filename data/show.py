@@ -65,10 +65,9 @@ def stats(config: Config, plot: Path | None) -> None:
     if len(figures["sources"]) > 1:
         _add_row(table, "all", {**figures, "samples": sum(figures["counts"].values())})
     console.print(table)
-    size = f"{figures['draft_vocab_size']:,} tokens" if "draft_vocab_size" in figures else "`prepare`, which makes it"
-    say(
-        f"lengths and replies: median / 95th percentile / longest, in tokens; coverage: by the draft vocabulary of {size}"
-    )
+    size = f"{figures['draft_vocab_size']:,} tokens" if "draft_vocab_size" in figures else "`prepare`, not made yet"
+    say("lengths and replies: median / 95th percentile / longest, in tokens")
+    say(f"coverage: of the training replies, by the draft vocabulary of {size}")
     if plot:
         picture = plot_samples(run.samples, figures)
         write_atomic(plot, lambda tmp: tmp.write_bytes(picture))

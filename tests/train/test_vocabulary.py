@@ -1,4 +1,4 @@
-"""Another `data.draft_vocab_size`: samples and states stay, training follows it, and old trainings are refused by name."""
+"""Another `data.draft_vocab_size`: samples and states stay, training follows, what was trained is refused by its name."""
 
 import json
 import shutil
