@@ -1,4 +1,4 @@
-"""Another `data.draft_vocab_size`: samples and states stay, training follows, and a trained draft is refused by name."""
+"""Another `data.draft_vocab_size`: samples and states stay, training follows, a trained draft is refused by name."""
 
 import json
 import shutil
