@@ -1,13 +1,17 @@
 """Does what is on disk fit the config at hand? Asked by every stage that reads another stage's output."""
 
+from pathlib import Path
 from typing import Any
 
-from draftsmith.core.atomic import sha256_file
 from draftsmith.core.checkpoint import Checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.manifest import check_inputs, manifest_hash, read_manifest
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import Target, resolve_layer_ids
+from draftsmith.core.vocabulary import recorded_vocabulary, vocabulary_inputs
+
+# Settings of the section data that decide nothing of the samples, or what is made from them (`core/vocabulary.py`).
+NOT_OF_THE_SAMPLES = {"max_skip_share", "server", "draft_vocab_size"}
 
 
 def check_upstream(config: Config, run: RunFolder, target: Target, states: dict[str, Any]) -> None:
@@ -35,7 +39,7 @@ def check_upstream(config: Config, run: RunFolder, target: Target, states: dict[
     check_inputs(run.hidden_states, states, {**states["inputs"], **here})
     if samples:
         # The sources are not asked again: what counts is what was made of them.
-        data = config.data.model_dump(mode="json", exclude={"max_skip_share", "server", "sources"})
+        data = config.data.model_dump(mode="json", exclude={*NOT_OF_THE_SAMPLES, "sources"})
         check_inputs(run.samples, samples, {**samples["inputs"], "data": {**samples["inputs"]["data"], **data}})
 
 
@@ -69,7 +73,7 @@ def train_inputs(config: Config, run: RunFolder) -> dict[str, Any]:
         train["torchspec"] = {key: theirs[key] for key in sorted(_TORCHSPEC_INPUTS)}
     return {
         "hidden_states_manifest_sha256": manifest_hash(run.hidden_states),
-        "vocab_mapping_sha256": sha256_file(run.vocab_mapping),
+        **vocabulary_inputs(config, run),
         "draft": config.draft.model_dump(mode="json"),
         "train": train,
         "seed": config.run.seed,
@@ -82,4 +86,19 @@ def check_training(config: Config, run: RunFolder, checkpoint: Checkpoint) -> No
     Raises:
         UserError: names every setting that differs.
     """
-    check_inputs(checkpoint.folder, {"stage": "train", "inputs": checkpoint.state["inputs"]}, train_inputs(config, run))
+    check_trained(run, checkpoint.folder, checkpoint.state["inputs"], train_inputs(config, run))
+
+
+def check_trained(run: RunFolder, folder: Path, recorded: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Refuse what was trained with other inputs.
+
+    Args:
+        run: whose training it is.
+        folder: a checkpoint, or another output of the training.
+        recorded: its inputs.
+        inputs: `train_inputs` of the config at hand.
+
+    Raises:
+        UserError: names every setting that differs.
+    """
+    check_inputs(folder, {"stage": "train", "inputs": recorded_vocabulary(run, recorded, inputs)}, inputs)

@@ -134,6 +134,28 @@ def read_samples(folder: Path, split: str | None = None) -> list[Sample]:
     return list(iter_samples(folder, split))
 
 
+def reply_counts(folder: Path, vocab_size: int) -> dict[tuple[str, str], np.ndarray]:
+    """(source, split) -> int64 [V]: how often each token comes in its replies; memory is one row group.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    found: dict[tuple[str, str], np.ndarray] = {}
+    columns = ["input_ids", "loss_spans", "source", "split"]
+    with reading(folder / FILE, "Run `draftsmith prepare --fresh`."), pq.ParquetFile(folder / FILE) as table:
+        for batch in table.iter_batches(batch_size=_READ_ROWS, columns=columns):
+            rows = {name: batch.column(name) for name in columns}
+            ids, starts = rows["input_ids"].values.to_numpy(), rows["input_ids"].offsets.to_numpy()
+            spans, sources, splits = (rows[name].to_pylist() for name in columns[1:])
+            replies: dict[tuple[str, str], list[np.ndarray]] = {}
+            for at, of_row, *key in zip(starts[:-1], spans, sources, splits, strict=True):
+                replies.setdefault((key[0], key[1]), []).extend(ids[at + a : at + b] for a, b in of_row)
+            for name, parts in replies.items():
+                counted = np.bincount(np.concatenate(parts), minlength=vocab_size)
+                found[name] = found[name] + counted if name in found else counted
+    return found
+
+
 class TrainSamples:
     """The training samples by number: their place in the order of sample ids, as in `HiddenStateStore.numbers`.
 

@@ -12,7 +12,7 @@ from typing import Any
 from draftsmith.core import embedded
 from draftsmith.core.config import Config
 from draftsmith.core.errors import UserError
-from draftsmith.core.lineage import train_inputs
+from draftsmith.core.lineage import NOT_OF_THE_SAMPLES, check_trained, train_inputs
 from draftsmith.core.manifest import MANIFEST, check_inputs, manifest_hash, read_manifest
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import Target, resolve_layer_ids, resolve_target
@@ -52,7 +52,10 @@ def look_at(config: Config, run: RunFolder, target: Target, described: bool) -> 
             here = {**inputs, **wanted(inputs)}
             if "target" in inputs:
                 here["target"] = _target(config, inputs["target"], local)
-            check_inputs(folder, manifest, here)
+            if stage == "train":
+                check_trained(run, folder, inputs, here)
+            else:
+                check_inputs(folder, manifest, here)
             found[stage] = None
         except UserError as error:
             found[stage] = error
@@ -73,7 +76,7 @@ def _target(config: Config, there: Inputs, local: bool) -> Inputs:
 
 
 def _samples(config: Config, there: Inputs) -> Inputs:
-    data = config.data.model_dump(mode="json", exclude={"max_skip_share", "server"})
+    data = config.data.model_dump(mode="json", exclude=NOT_OF_THE_SAMPLES)
     if len(data["sources"]) == len(there["data"]["sources"]):
         for given, known in zip(data["sources"], there["data"]["sources"], strict=True):
             given |= {key: known[key] for key in _FOUND if key in known and given["path"] == known["path"]}

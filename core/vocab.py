@@ -111,7 +111,7 @@ def coverage(mapping: VocabMapping, counts: np.ndarray) -> float:
 
 
 def save_mapping(path: Path, mapping: VocabMapping, figures: dict[str, Any]) -> None:
-    """Write the mapping with its coverage figures as safetensors metadata."""
+    """Write the mapping, whole or not at all, with what is known of it as safetensors metadata."""
     tensors = {"d2t": mapping.d2t, "t2d": mapping.t2d}
     write_atomic(path, lambda tmp: save_file(tensors, tmp, metadata={k: str(v) for k, v in figures.items()}))
 
@@ -124,6 +124,6 @@ def load_mapping(path: Path) -> VocabMapping:
     """
     if not path.is_file():
         raise UserError(f"{path}: no vocabulary mapping.", "Run `draftsmith prepare` first.")
-    mend = "Run `draftsmith prepare --fresh`."
+    mend = "Run `draftsmith prepare`, which makes it again."
     with reading(path, mend), safe_open(path, "np") as file:
         return VocabMapping(file.get_tensor("d2t"), file.get_tensor("t2d"))

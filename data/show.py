@@ -15,6 +15,7 @@ from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, iter_samples
 from draftsmith.core.target import load_tokenizer, resolve_target
+from draftsmith.core.vocabulary import sample_figures
 from draftsmith.data.plots import plot_samples
 
 _SUPERVISED = "black on green"
@@ -55,7 +56,7 @@ def stats(config: Config, plot: Path | None) -> None:
         UserError: there are no samples.
     """
     run = RunFolder.of(config)
-    figures = require_manifest(run.samples, "prepare", "data stats")
+    figures = sample_figures(run, require_manifest(run.samples, "prepare", "data stats"))
     table = Table(title=f"samples of {config.run.name}", title_justify="left", show_lines=True)
     for column in ("source", "samples", "tokens", "lengths", "replies", "coverage", "shapes, ends", "not used"):
         table.add_column(column, justify="left" if column in ("source", "shapes, ends", "not used") else "right")
@@ -64,7 +65,9 @@ def stats(config: Config, plot: Path | None) -> None:
     if len(figures["sources"]) > 1:
         _add_row(table, "all", {**figures, "samples": sum(figures["counts"].values())})
     console.print(table)
-    say("lengths and replies: median / 95th percentile / longest, in tokens; coverage: by the draft vocabulary")
+    size = f"{figures['draft_vocab_size']:,} tokens" if "draft_vocab_size" in figures else "`prepare`, not made yet"
+    say("lengths and replies: median / 95th percentile / longest, in tokens")
+    say(f"coverage: of the training replies, by the draft vocabulary of {size}")
     if plot:
         picture = plot_samples(run.samples, figures)
         write_atomic(plot, lambda tmp: tmp.write_bytes(picture))
@@ -78,7 +81,7 @@ def _add_row(table: Table, name: str, figures: dict[str, Any]) -> None:
         f"{figures['tokens']:,}",
         _lengths(figures["lengths"]),
         f"{figures['reply_tokens']:,}\n{_lengths(figures['reply_lengths'])}",
-        f"{figures['coverage_train']:.1%}",
+        f"{figures['coverage_train']:.1%}" if "coverage_train" in figures else "-",
         _counted(figures["shapes"], figures["finish_reasons"]),
         _counted(figures["skipped"], figures["removed"]),
     )

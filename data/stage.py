@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.core.atomic import atomic_folder, remove, sha256_file, sha256_json, write_json, write_text
+from draftsmith.core.atomic import atomic_folder, remove, sha256_json, write_json, write_text
 from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.damage import reading
 from draftsmith.core.engine import engine_dtype, require_vllm
 from draftsmith.core.errors import UserError
+from draftsmith.core.lineage import NOT_OF_THE_SAMPLES
 from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.revisions import Revisions, content, hub_revisions, pinned
@@ -27,7 +28,8 @@ from draftsmith.core.samples import Sample, SampleWriter
 from draftsmith.core.sources import fingerprint
 from draftsmith.core.target import Target, end_token_ids, load_tokenizer, resolve_target
 from draftsmith.core.target_weights import load_target_weights
-from draftsmith.core.vocab import VocabMapping, build_mapping, save_mapping
+from draftsmith.core.vocab import build_mapping
+from draftsmith.core.vocabulary import always_kept, make_vocabulary, sample_figures
 from draftsmith.data.contamination import contamination_sets
 from draftsmith.data.dialogues import ENDED_EARLY
 from draftsmith.data.disk_list import DiskList
@@ -58,19 +60,18 @@ def prepare(config: Config) -> None:
     if manifest := read_manifest(run.samples):
         revisions = manifest.get("revisions", {})
         _already_there(config, run, manifest, prepare_inputs(config, target, revisions), revisions)
+        make_vocabulary(config, run, target)
         return
     revisions = hub_revisions([*config.data.sources, *contamination_sets(config)], _kept_revisions(run))
     inputs = prepare_inputs(config, target, revisions)
     if config.data.replies == "regenerate" and config.data.server is None:
         require_vllm("prepare")
     with run.scratch() as scratch:
-        tally = Tally(source_names(config), target.vocab_size, scratch / SKIPPED)
+        tally = Tally(source_names(config), scratch / SKIPPED)
         read = read_inputs(config, tokenizer, target.vocab_size, scratch, tally, revisions)
         tally.check(config, len(read.conversations))
         end_ids = end_token_ids(target, tokenizer)
-        # In the draft's vocabulary whatever their count: a draft that cannot end a turn is wrong in every reply.
-        always = [*end_ids, *tokenizer.all_special_ids]
-        _check_target(config, target, always)
+        _check_target(config, target)
         if read.held_out.all():
             raise UserError(
                 f"all {len(read.conversations)} conversations are held out from training (alike ones stay together).",
@@ -80,31 +81,24 @@ def prepare(config: Config) -> None:
         write_json(run.journal / REVISIONS, revisions)
         # Evaluation sets take conversations out, and so decide which number the others have.
         checked = {path: content(path, revisions) for path in contamination_sets(config)}
-        journal = run.journal / sha256_json({**inputs, "not_in": checked})[:16]
+        journal = _journal(config, run, {**inputs, "not_in": checked})
         rows = _made(config, target, read.conversations, journal)
         samples = _fitting(config, end_ids, read, rows, tally, scratch / "rows")
         with atomic_folder(run.samples) as folder:
             examples = _write(folder, samples, tally)
-            mapping = build_mapping(tally.reply_counts("train"), always, config.data.draft_vocab_size)
-            figures = tally.figures(mapping)
-            save_mapping(run.vocab_mapping, mapping, {k: figures[k] for k in ("coverage_train", "coverage_eval")})
+            figures = tally.figures()
             tally.close()
             shutil.move(scratch / SKIPPED, folder / SKIPPED)
             write_text(folder / SHEET, sheet_html(config, tokenizer, folder, figures, examples))
-            outputs = {
-                **figures,
-                "not_in": checked,
-                "revisions": revisions,
-                "vocab_mapping_sha256": sha256_file(run.vocab_mapping),
-            }
-            write_manifest(folder, "prepare", inputs, outputs)
+            write_manifest(folder, "prepare", inputs, {**figures, "not_in": checked, "revisions": revisions})
     remove(run.journal)
-    _say_figures(config, run, figures, mapping)
+    make_vocabulary(config, run, target, quiet=True)
+    _say_figures(config, run, target, sample_figures(run, figures))
 
 
 def prepare_inputs(config: Config, target: Target, revisions: Revisions = MappingProxyType({})) -> dict[str, Any]:
     """Everything that decides the samples, the evaluation sets of `eval.sets` apart."""
-    data = config.data.model_dump(mode="json", exclude={"max_skip_share", "server"})
+    data = config.data.model_dump(mode="json", exclude=NOT_OF_THE_SAMPLES)
     for given, source in zip(data["sources"], config.data.sources, strict=True):
         given |= {"sha256": fingerprint(source), "revision": pinned(source, revisions).revision}
     described = target.fingerprint(config.target)
@@ -116,6 +110,14 @@ def prepare_inputs(config: Config, target: Target, revisions: Revisions = Mappin
         "seed": config.run.seed,
         "target": described,
     }
+
+
+def _journal(config: Config, run: RunFolder, inputs: dict[str, Any]) -> Path:
+    """Where the replies of an unfinished `prepare` are kept, by what decides them."""
+    # Begun by an earlier version, whose inputs had the draft vocabulary's size: the replies in it are these.
+    with_size = {**inputs, "data": {**inputs["data"], "draft_vocab_size": config.data.draft_vocab_size}}
+    old, new = (run.journal / sha256_json(each)[:16] for each in (with_size, inputs))
+    return old if old.is_dir() and not new.is_dir() else new
 
 
 def _kept_revisions(run: RunFolder) -> Revisions:
@@ -134,9 +136,9 @@ def _already_there(
     made_in = manifest["inputs"]["target"]["dtype"]
     if config.target.dtype == "auto" and (config.data.server or made_in == "auto"):
         inputs["target"]["dtype"] = made_in  # what `auto` is on a server, nobody says
-    check_inputs(run.samples, manifest, inputs)
-    if not run.vocab_mapping.is_file() or sha256_file(run.vocab_mapping) != manifest["vocab_mapping_sha256"]:
-        raise UserError(f"{run.vocab_mapping}: missing or damaged.", "Run `draftsmith prepare --fresh`.")
+    # An earlier version took the draft vocabulary's size for something that decides the samples.
+    recorded = {key: value for key, value in manifest["inputs"]["data"].items() if key not in NOT_OF_THE_SAMPLES}
+    check_inputs(run.samples, {**manifest, "inputs": {**manifest["inputs"], "data": recorded}}, inputs)
     say(f"samples: {manifest['counts']['train']} train, {manifest['counts']['eval']} held out (already there)")
     # An evaluation set that comes later does not undo a capture; but nobody has looked for it in the samples.
     checked, sets = manifest.get("not_in", {}), contamination_sets(config)
@@ -144,9 +146,10 @@ def _already_there(
         say(f"warning: the samples were made before {', '.join(new)}; `prepare --fresh` would look for it in them")
 
 
-def _check_target(config: Config, target: Target, always: list[int]) -> None:
+def _check_target(config: Config, target: Target) -> None:
     """What would fail a later stage fails here, before the target answers a single prompt."""
-    build_mapping(np.zeros(target.vocab_size, dtype=np.int64), always, config.data.draft_vocab_size)
+    none = np.zeros(target.vocab_size, dtype=np.int64)
+    build_mapping(none, always_kept(config, target), config.data.draft_vocab_size)
     load_target_weights(target)
     context = getattr(target.hf_config, "max_position_embeddings", None)
     spare = max(2, max(config.eval.k) + 1)  # capture makes a token more than a sample holds, serving drafts K more
@@ -216,7 +219,7 @@ def _write(folder: Path, samples: Iterator[Sample], tally: Tally) -> Examples:
     return examples
 
 
-def _say_figures(config: Config, run: RunFolder, figures: dict[str, Any], mapping: VocabMapping) -> None:
+def _say_figures(config: Config, run: RunFolder, target: Target, figures: dict[str, Any]) -> None:
     def counted(key: str) -> str:
         return ", ".join(f"{n:,} {what}" for what, n in figures[key].items()) or "none"
 
@@ -235,6 +238,6 @@ def _say_figures(config: Config, run: RunFolder, figures: dict[str, Any], mappin
             f"warning: {sum(others.values()):,} samples hold replies that the target is not known to have written "
             f"({', '.join(others)}); a draft learns another model's habits from them: data.replies=regenerate"
         )
-    size = len(mapping.d2t)
-    if size % 128 and not mapping.is_full:
+    size = config.data.draft_vocab_size or 0
+    if size % 128 and size < target.vocab_size:
         say(f"data.draft_vocab_size is {size}; {size + 128 - size % 128}, a multiple of 128, would be faster to serve")

@@ -13,7 +13,6 @@ from draftsmith.core.config import Config
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.errors import UserError
 from draftsmith.core.samples import Sample
-from draftsmith.core.vocab import TokenCounts, VocabMapping, coverage
 
 _PERCENTILES = {"p5": 5, "p50": 50, "p95": 95, "max": 100}
 
@@ -38,13 +37,11 @@ class Tally:
 
     Args:
         names: of the sources.
-        vocab_size: V of the target.
         listing: file that every row that is not used is written to, an object a line.
     """
 
-    def __init__(self, names: list[str], vocab_size: int, listing: Path) -> None:
+    def __init__(self, names: list[str], listing: Path) -> None:
         self.sources = {name: SourceTally() for name in names}
-        self._reply_tokens = {name: {s: TokenCounts(vocab_size) for s in ("train", "eval")} for name in names}
         self._splits: Counter[str] = Counter()
         # Text that is no Unicode is among what is listed.
         self._listing = listing.open("w", encoding="utf-8", errors="backslashreplace")
@@ -76,8 +73,6 @@ class Tally:
         source.lengths.append(len(sample.input_ids))
         source.reply_lengths.append(sum(map(len, replies)))
         self._splits[sample.split] += 1
-        for reply in replies:
-            self._reply_tokens[sample.source][sample.split].add(reply)
 
     def check(self, config: Config, used: int) -> None:
         """Stop where too many rows cannot be used.
@@ -96,13 +91,7 @@ class Tally:
                 "Mend the rows, or raise data.max_skip_share.",
             )
 
-    def reply_counts(self, split: str, source: str | None = None) -> np.ndarray:
-        """int64 [V]: how often each token comes in the replies of a split, of one source or of all."""
-        names = self.sources if source is None else [source]
-        counts: np.ndarray = sum(self._reply_tokens[name][split].counts for name in names)  # type: ignore[assignment]
-        return counts
-
-    def figures(self, mapping: VocabMapping) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """What the manifest says of the samples: totals, and the same by source."""
         lengths, replies = (
             np.concatenate([np.asarray(getattr(s, key)) for s in self.sources.values()])
@@ -115,17 +104,14 @@ class Tally:
             "lengths": _percentiles(lengths),
             "reply_lengths": _percentiles(replies),
             **{key: dict(self._sum(key)) for key in ("shapes", "finish_reasons", "authors", "skipped", "removed")},
-            "draft_vocab_size": len(mapping.d2t),
-            "coverage_train": coverage(mapping, self.reply_counts("train")),
-            "coverage_eval": coverage(mapping, self.reply_counts("eval")),
-            "sources": {name: self._of_source(name, mapping) for name in self.sources},
+            "sources": {name: self._of_source(name) for name in self.sources},
         }
 
     def close(self) -> None:
         """Finish the listing."""
         self._listing.close()
 
-    def _of_source(self, name: str, mapping: VocabMapping) -> dict[str, Any]:
+    def _of_source(self, name: str) -> dict[str, Any]:
         source = self.sources[name]
         return {
             "conversations": source.conversations,
@@ -135,7 +121,6 @@ class Tally:
             "lengths": _percentiles(np.asarray(source.lengths)),
             "reply_lengths": _percentiles(np.asarray(source.reply_lengths)),
             **{k: dict(getattr(source, k)) for k in ("shapes", "finish_reasons", "authors", "skipped", "removed")},
-            "coverage_train": coverage(mapping, self.reply_counts("train", name)),
         }
 
     def _sum(self, key: str) -> Counter[str]:

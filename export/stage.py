@@ -20,6 +20,7 @@ from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
+from draftsmith.core.vocabulary import sample_figures
 from draftsmith.data.batching import collate, plan_batches
 from draftsmith.export.card import PLOT, Facts, model_card, plot_acceptance
 from draftsmith.export.draft import Draft, from_checkpoint
@@ -159,7 +160,7 @@ def _write_card(
         report=report,
         config=config,
         training=checkpoint.state,
-        samples=read_manifest(run.samples),
+        samples=sample_figures(run, samples) if (samples := read_manifest(run.samples)) else None,
     )
     if report and report["served"]:
         plot_acceptance(report, folder / PLOT)

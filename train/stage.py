@@ -13,14 +13,15 @@ from accelerate.utils import gather_object, set_seed
 from draftsmith.core.checkpoint import Checkpoint, build_objective, optimizer_state, own_weights, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.errors import ProcessGone, StageFailed, UserError
-from draftsmith.core.lineage import check_upstream, train_inputs
+from draftsmith.core.lineage import check_trained, check_upstream, train_inputs
 from draftsmith.core.losses import LossOptions
-from draftsmith.core.manifest import check_inputs, read_manifest, write_manifest
+from draftsmith.core.manifest import read_manifest, write_manifest
 from draftsmith.core.objective import Objective
 from draftsmith.core.progress import say
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target import Target, resolve_target
 from draftsmith.core.target_weights import load_target_weights
+from draftsmith.core.vocabulary import vocabulary_to_train
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.train import torchspec
 from draftsmith.train.average import Average
@@ -58,6 +59,9 @@ def train(config: Config, check_capture: Callable[[], None] = nothing_to_check) 
     check_upstream(config, run, target, store.manifest)
     accelerator = make_accelerator(run)
     engine = open_engine(config, accelerator)
+    if accelerator.is_main_process:
+        vocabulary_to_train(config, run, target)
+    accelerator.wait_for_everyone()
     start = starting_point(config, run, target, store.manifest["layer_ids"])
     # What this machine cannot run is refused before anything is written.
     fused_dtype(config.train, start.shape, accelerator.device, engine.half)
@@ -132,7 +136,7 @@ def _newest(run: RunFolder, state: TrainState, accelerator: Accelerator) -> Chec
         return None
     checkpoint = read_checkpoint(done[-1])
     recorded = checkpoint.state
-    check_inputs(done[-1], {"stage": "train", "inputs": recorded["inputs"]}, state.inputs)
+    check_trained(run, done[-1], recorded["inputs"], state.inputs)
     each = recorded["batches_per_step"]
     if each != state.batches_per_step and recorded["step"] < recorded["total_steps"]:
         raise UserError(

@@ -40,7 +40,7 @@ def main() -> None:
     tokenizer = load_tokenizer(target, config.target)
     now = report("imports and tokenizer", START)
     with tempfile.TemporaryDirectory() as folder:
-        tally = Tally(source_names(config), target.vocab_size, Path(folder, "skipped.jsonl"))
+        tally = Tally(source_names(config), Path(folder, "skipped.jsonl"))
         read = read_inputs(config, tokenizer, target.vocab_size, Path(folder), tally)
         counts = next(iter(tally.sources.values()))
         now = report(

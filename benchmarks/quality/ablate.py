@@ -26,7 +26,6 @@ from side_by_side import Job, run_jobs
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.run import RunFolder
-from draftsmith.core.target import resolve_target
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 HERE = Path(__file__).parent
@@ -65,9 +64,9 @@ class Variant:
         return self.own_samples or any(k.startswith("capture.") for k in self.settings)
 
     def overrides(self, run_name: str) -> list[str]:
-        """For draftsmith's command line; another vocabulary is another file, not another setting of the samples."""
+        """For draftsmith's command line."""
         seed = {} if self.seed is None else {"run.seed": self.seed}
-        told = {k: v for k, v in self.settings.items() if k != VOCABULARY} | seed | {"run.name": run_name}
+        told = self.settings | seed | {"run.name": run_name}
         return [f"{key}={json.dumps(value)}" for key, value in told.items()]
 
 
@@ -133,8 +132,7 @@ class Plan:
                 link(run.vocab_mapping, old.vocab_mapping)
             self.job(variant, "capture").run()  # which prepares what is missing
         else:
-            size = variant.settings.get(VOCABULARY, 0)
-            derive(old, run.root, variant.share, size, resolve_target(self.base.target))
+            derive(old, run.root, variant.share)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

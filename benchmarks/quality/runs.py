@@ -1,8 +1,7 @@
 """Run folders that share the samples and the states of one run, and what became of a training in them.
 
-A derived run links what its settings leave alone and makes the rest anew: another draft vocabulary is another
-`vocab_mapping.safetensors` (the states do not depend on it), a share of the training samples another index of the
-store.
+A derived run links what its settings leave alone: a share of the training samples is another index of the store, and
+another draft vocabulary is made by training itself.
 """
 
 from __future__ import annotations
@@ -26,17 +25,15 @@ from draftsmith.core.engine import has_cuda
 from draftsmith.core.manifest import MANIFEST
 from draftsmith.core.replay import conversation_of
 from draftsmith.core.run import RunFolder
-from draftsmith.core.samples import iter_samples
 from draftsmith.core.store import INDEX
-from draftsmith.core.target import Target, end_token_ids, resolve_target
-from draftsmith.core.vocab import build_mapping, count_tokens, save_mapping
+from draftsmith.core.target import resolve_target
 from draftsmith.eval.columns import captured_for
 from draftsmith.eval.offline import replay
 from draftsmith.eval.replay_rows import replay_rows
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 
-def derive(base: RunFolder, root: Path, share: float, vocabulary: int | None, target: Target) -> None:
+def derive(base: RunFolder, root: Path, share: float) -> None:
     """Make the folder of a run that trains on the base's samples and states; what is there already stays.
 
     Args:
@@ -44,8 +41,6 @@ def derive(base: RunFolder, root: Path, share: float, vocabulary: int | None, ta
         root: folder of the new run.
         share: of the training tokens; samples of one conversation stay together, and a smaller share is part of a
             larger one.
-        vocabulary: tokens of the draft's vocabulary; None: all of the target's, 0: as the base has them.
-        target: that the vocabulary is of.
     """
     root.mkdir(parents=True, exist_ok=True)
     new = RunFolder(root)
@@ -54,10 +49,7 @@ def derive(base: RunFolder, root: Path, share: float, vocabulary: int | None, ta
         _part_of_store(new.hidden_states, base.hidden_states, share)
     else:
         link(new.hidden_states, base.hidden_states)
-    if vocabulary == 0:
-        link(new.vocab_mapping, base.vocab_mapping)
-    elif not new.vocab_mapping.exists():
-        _vocabulary(new.vocab_mapping, base.samples, vocabulary, target)
+    link(new.vocab_mapping, base.vocab_mapping)  # training puts one of its own there, where that is of another size
 
 
 def link(new: Path, old: Path) -> None:
@@ -65,17 +57,6 @@ def link(new: Path, old: Path) -> None:
     if not new.is_symlink() and not new.exists():
         beside = new.parent.parent.resolve() == old.parent.parent.resolve()
         new.symlink_to(Path("..") / old.parent.name / old.name if beside else old.resolve())
-
-
-def _vocabulary(path: Path, samples: Path, size: int | None, target: Target) -> None:
-    """What `prepare` would have made: the training replies' most frequent tokens, and the special ones."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(target.local_path)
-    replies = (s.input_ids[a:b] for s in iter_samples(samples, "train") for a, b in s.loss_spans)
-    counts = count_tokens(replies, target.vocab_size)
-    mapping = build_mapping(counts, [*end_token_ids(target, tokenizer), *tokenizer.all_special_ids], size)
-    save_mapping(path, mapping, {"coverage_train": float(counts[mapping.t2d].sum() / counts.sum())})
 
 
 def _part_of_store(new: Path, old: Path, share: float) -> None:

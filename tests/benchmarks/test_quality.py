@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from draftsmith.core.run import RunFolder
-from draftsmith.core.target import resolve_target
 from draftsmith.core.vocab import load_mapping
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
@@ -112,7 +111,7 @@ def test_every_variant_is_a_config(quality):
     for name, settings in known.items():
         config = plan.config(quality.ablate.Variant(name, settings)).model_dump()
         differ = {f"{s}.{k}" for s in base for k in base[s] if base[s][k] != config[s][k]} - {"run.name"}
-        expected = {".".join(key.split(".")[:2]) for key in settings} - {quality.ablate.VOCABULARY}
+        expected = {".".join(key.split(".")[:2]) for key in settings}
         assert differ == expected, f"{name} does not change what it says, or is the base"
 
 
@@ -180,10 +179,3 @@ def test_the_time_ends_trainings_and_the_same_command_goes_on(quality, synthetic
     (left,) = quality.ablate.train_all(plan, [variant], 1, 0.0, out)
     assert "not started" in left and not out.exists()
     assert quality.ablate.train_all(plan, [variant], 1, 300, out) == [] and len(quality.ablate.lines_of(out)) == 1
-
-
-def test_the_vocabulary_made_here_is_the_one_that_prepare_makes(quality, synthetic_run, tmp_path):
-    base, size = RunFolder.of(synthetic_run), synthetic_run.data.draft_vocab_size
-    quality.runs.derive(base, tmp_path / "runs" / "v", 1.0, size, resolve_target(synthetic_run.target))
-    made, there = load_mapping(tmp_path / "runs" / "v" / "vocab_mapping.safetensors"), load_mapping(base.vocab_mapping)
-    assert set(made.target_ids) == set(there.target_ids)

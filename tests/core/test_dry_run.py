@@ -60,6 +60,7 @@ def test_a_dry_run_finds_the_settings_of_every_stage(run_cli, refused, config_fi
     assert code == 0 and json.loads(out)["there"] == everything
     for change, stage in (
         ("train.learning_rate=0.5", "train"),
+        ("data.draft_vocab_size=64", "train"),
         ("export.verify_k=4", "export"),
         ("eval.k=[2]", "eval"),
     ):

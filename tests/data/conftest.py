@@ -35,13 +35,13 @@ def tokenizer(make_config, target):
 
 
 @pytest.fixture
-def tally_of(target, tmp_path):
+def tally_of(tmp_path):
     """`tally_of(names)`: a tally of its own; `listed(tally)` closes it and gives what it listed."""
     made = []
 
     def make(names):
         made.append(tmp_path / f"listing-{len(made)}")
-        return Tally(names, target.vocab_size, made[-1])
+        return Tally(names, made[-1])
 
     def listed(tally):
         tally.close()

@@ -1,17 +1,21 @@
 """Samples: token-exact, the mask is exactly the reply, and the draft vocabulary comes from training replies alone."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from draftsmith.core.atomic import sha256_json
 from draftsmith.core.conversations import Conversation, Skipped
 from draftsmith.core.errors import UserError
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, iter_samples, read_samples, write_samples
 from draftsmith.core.target import resolve_target
-from draftsmith.core.vocab import load_mapping
+from draftsmith.core.vocab import load_mapping, save_mapping
+from draftsmith.core.vocabulary import sample_figures
 from draftsmith.data import stage
 from draftsmith.data.inputs import Inputs
 from draftsmith.data.rows import Row
@@ -155,7 +159,84 @@ def test_the_draft_vocabulary_is_of_training_replies_and_special_tokens(prepared
     held_out = {s.input_ids[3] for s in samples if s.split == "eval"}
     kept = set(load_mapping(prepared.run.vocab_mapping).target_ids.tolist())
     assert len(kept) == 8 and 1 in kept and len(kept & trained) >= 6 and not kept & held_out
-    assert prepared.manifest["coverage_train"] < 1 and prepared.manifest["coverage_eval"] == 0.2
+    figures = sample_figures(prepared.run, prepared.manifest)
+    assert figures["coverage_train"] == figures["sources"]["s"]["coverage_train"] == 37 / 45
+    assert figures["coverage_eval"] == 0.2 and figures["draft_vocab_size"] == 8
+    assert "coverage_train" not in prepared.manifest and "draft_vocab_size" not in prepared.manifest["inputs"]["data"]
+
+
+def kept_of(run):
+    """Bytes of every file of the samples."""
+    return {p.name: p.read_bytes() for p in run.samples.iterdir()}
+
+
+def test_another_size_makes_the_mapping_from_the_replies_that_are_there(prepared, changed, monkeypatch, capsys):
+    monkeypatch.setattr(stage, "regenerate", None)  # nobody is asked
+    before, mapping = kept_of(prepared.run), prepared.run.vocab_mapping.read_bytes()
+    smaller = changed(prepared.config, data={"draft_vocab_size": 6})
+    prepare(smaller)
+    assert "draft vocabulary: 8 -> 6 tokens, from the replies that are there" in capsys.readouterr().out
+    assert len(load_mapping(prepared.run.vocab_mapping).d2t) == 6 and kept_of(prepared.run) == before
+    prepare(smaller)
+    assert "draft vocabulary" not in capsys.readouterr().out
+    prepare(changed(prepared.config, data={"draft_vocab_size": None}))
+    assert load_mapping(prepared.run.vocab_mapping).is_full
+    prepare(prepared.config)
+    assert prepared.run.vocab_mapping.read_bytes() == mapping and kept_of(prepared.run) == before
+    with pytest.raises(UserError, match=r"data\.draft_vocab_size is 600"):
+        prepare(changed(prepared.config, data={"draft_vocab_size": 600}))
+    assert prepared.run.vocab_mapping.read_bytes() == mapping
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "a byte", "of other samples"])
+def test_a_mapping_that_is_not_of_these_samples_is_made_again(prepared, damage):
+    file = prepared.run.vocab_mapping
+    whole = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(whole[:-40])
+    elif damage == "a byte":
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    else:
+        save_mapping(file, load_mapping(file), {})
+    prepare(prepared.config)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_prepare_that_is_killed_at_the_mapping_is_finished_by_the_next(prepared, changed, config_file, moment):
+    """SIGKILL, just before and just after the new mapping takes the old one's place."""
+    before, old = kept_of(prepared.run), prepared.run.vocab_mapping.read_bytes()
+    smaller = changed(prepared.config, data={"draft_vocab_size": 6})
+    code = f"""
+import os, signal
+from pathlib import Path
+from draftsmith.core import atomic
+from draftsmith.core.config_io import load_config
+from draftsmith.data.stage import prepare
+replace = os.replace
+def killed(a, b):
+    if {moment == "after"}:
+        replace(a, b)
+    os.kill(os.getpid(), signal.SIGKILL)
+atomic.os.replace = killed
+prepare(load_config(Path({config_file(smaller)!r}), []))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -9
+    assert (prepared.run.vocab_mapping.read_bytes() == old) == (moment == "before")
+    prepare(smaller)
+    assert len(load_mapping(prepared.run.vocab_mapping).d2t) == 6 and kept_of(prepared.run) == before
+
+
+def test_replies_of_an_unfinished_prepare_outlive_another_size(prepared, changed):
+    """Begun by an earlier version, whose journal was named with the size, or by this one, whose is not."""
+    run, inputs = prepared.run, {"data": {"max_length": 9}, "not_in": {}}
+    new = stage._journal(prepared.config, run, inputs)
+    assert stage._journal(changed(prepared.config, data={"draft_vocab_size": 6}), run, inputs) == new
+    old = run.journal / sha256_json({"data": {"max_length": 9, "draft_vocab_size": 8}, "not_in": {}})[:16]
+    old.mkdir(parents=True)
+    assert stage._journal(prepared.config, run, inputs) == old
 
 
 def test_nothing_but_the_samples_is_left(prepared, tree_of):

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from draftsmith.core.cli import app
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample, read_samples
-from draftsmith.core.vocab import build_mapping
+from draftsmith.core.target import resolve_target
+from draftsmith.core.vocabulary import make_vocabulary
 from draftsmith.data.plots import read_lengths
 from draftsmith.data.sheet import Examples, sheet_html
 
@@ -83,16 +84,13 @@ def figures(tally_of, say, target):
     tally = tally_of(["alpha", "beta"])
     for sample in samples:
         tally.use(sample)
-    mapping = build_mapping(tally.reply_counts("train"), [], 64)
-    return samples, tally.figures(mapping)
+    return samples, tally.figures()
 
 
 def test_the_figures_are_those_of_the_samples(figures):
     samples, found = figures
     assert found["tokens"] == sum(len(s.input_ids) for s in samples)
     assert found["sources"]["beta"]["lengths"]["max"] == max(len(s.input_ids) for s in samples)
-    assert found["coverage_train"] == found["sources"]["alpha"]["coverage_train"] == 1.0
-    assert found["coverage_eval"] == 0.0
 
 
 def test_stats_print_every_source_and_a_picture_where_asked(synthetic_run, config_file, figures, tmp_path):
@@ -104,10 +102,22 @@ def test_stats_print_every_source_and_a_picture_where_asked(synthetic_run, confi
     write_samples(folder, samples)
     inputs = read_manifest(folder)["inputs"]
     write_manifest(folder, "prepare", inputs, {**found, "skipped": {"not_json": 3}, "removed": {"near_duplicate": 2}})
+    assert not CliRunner().invoke(app, ["data", "stats", "--config", config_file(synthetic_run)]).exception  # none yet
+    make_vocabulary(synthetic_run, RunFolder.of(synthetic_run), resolve_target(synthetic_run.target))
     plot = tmp_path / "plot.png"
     result = CliRunner().invoke(app, ["data", "stats", "--config", config_file(synthetic_run), "--plot", str(plot)])
     assert not result.exception
-    for text in ("alpha", "beta", "all", "24", "3 not_json", "2 near_duplicate", "100.0%", "24 stop"):
+    for text in (
+        "alpha",
+        "beta",
+        "all",
+        "24",
+        "3 not_json",
+        "2 near_duplicate",
+        "100.0%",
+        "24 stop",
+        "vocabulary of 128 tokens",
+    ):
         assert text in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     before = {p.name for p in folder.parent.iterdir()}

@@ -112,7 +112,7 @@ def make_plan(config: Config, dry: bool = False) -> Plan:
     prepared = run.vocab_mapping.is_file() or not dry
     mapping = load_mapping(run.vocab_mapping) if prepared else None
     layer_ids = resolve_layer_ids(config.capture, target.num_layers)
-    size = len(mapping.d2t) if mapping else config.data.draft_vocab_size or target.vocab_size
+    size = config.data.draft_vocab_size or target.vocab_size  # a mapping of another size is made again, or refused
     shape = resolve_shape(config.draft, target, len(layer_ids), size)
     check_settings(config, shape, layer_ids)
     weights = any(target.local_path.glob("*.safetensors")) or not dry

@@ -12,13 +12,14 @@ from draftsmith.core.atomic import write_atomic, write_json, write_text
 from draftsmith.core.checkpoint import build_objective, read_checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.errors import StageFailed
-from draftsmith.core.lineage import check_upstream, train_inputs
-from draftsmith.core.manifest import check_inputs, read_manifest, require_manifest, write_manifest
+from draftsmith.core.lineage import check_trained, check_upstream, train_inputs
+from draftsmith.core.manifest import read_manifest, require_manifest, write_manifest
 from draftsmith.core.progress import say
 from draftsmith.core.rope import rotary_embedding
-from draftsmith.core.run import COMPLETE
-from draftsmith.core.target import load_tokenizer
+from draftsmith.core.run import COMPLETE, RunFolder
+from draftsmith.core.target import load_tokenizer, resolve_target
 from draftsmith.core.target_weights import load_target_weights
+from draftsmith.core.vocabulary import vocabulary_to_train
 from draftsmith.train.signals import Signals
 from draftsmith.train.torchspec import entry
 from draftsmith.train.torchspec.checkpoints import convert, newest_whole, resume_from, write_start
@@ -39,6 +40,7 @@ def train(config: Config) -> None:
         UserError: the samples or the held-out samples' states are missing or do not fit, or TorchSpec cannot do this.
         StageFailed: TorchSpec ended before the training was done, or trained something else.
     """
+    vocabulary_to_train(config, RunFolder.of(config), resolve_target(config.target))
     plan = make_plan(config)
     states = require_manifest(plan.run.hidden_states, "capture", "train")
     check_upstream(config, plan.run, plan.target, states)
@@ -46,7 +48,7 @@ def train(config: Config) -> None:
     if _is_done(plan, inputs):
         return
     if manifest := read_manifest(plan.run.torchspec):
-        check_inputs(plan.run.torchspec, manifest, inputs)
+        check_trained(plan.run, plan.run.torchspec, manifest["inputs"], inputs)
     plan.run.open(config)
     write_inputs(plan, states["last_state"]["norm_form"])
     write_manifest(plan.run.torchspec, "train", inputs, {"command": plan.command()})
@@ -77,7 +79,7 @@ def _is_done(plan: Plan, inputs: dict[str, Any]) -> bool:
     if not complete:
         return False
     checkpoint = read_checkpoint(complete[-1])
-    check_inputs(checkpoint.folder, {"stage": "train", "inputs": checkpoint.state["inputs"]}, inputs)
+    check_trained(plan.run, checkpoint.folder, checkpoint.state["inputs"], inputs)
     if checkpoint.state["step"] < checkpoint.state["total_steps"]:
         return False
     say(f"draft: {checkpoint.folder} (already there)")
