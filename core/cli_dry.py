@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith.core.capturable import check_capturable
+from draftsmith.core.commands import with_config
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.draft_shape import DraftShape, resolve_shape
@@ -67,7 +68,7 @@ def dry_run(
         "stage": stage,
         "run": str(run.root),
         "there": [name for name, why in there.items() if why is None],
-        "does_not_fit": {name: str(why) for name, why in there.items() if why},
+        "does_not_fit": {name: with_config(str(why)) for name, why in there.items() if why},
         **told(config, run, target, layer_ids, shape),
     }
     print(json.dumps(made, indent=2))

@@ -52,7 +52,7 @@ def test_an_unknown_key_is_refused_before_anything_is_written(refused, config_fi
 )
 def test_a_stage_out_of_order_names_the_one_to_run(refused, config_file, make_config, tmp_path, stage, needed):
     message = refused(stage, "--config", config_file(make_config()))
-    assert f"Run `{needed}`" in message and f"`{'export' if stage == 'eval' else stage}` needs" in message
+    assert f"Run `{needed} --config " in message and f"`{'export' if stage == 'eval' else stage}` needs" in message
     assert not (tmp_path / "runs").exists()
 
 
@@ -156,7 +156,7 @@ def test_everything_that_a_config_names_and_is_not_there_is_said_at_once(refused
         ("prepare", "data.max_length=63", "data.max_length is 64 there and 63 in the config"),
         ("prepare", "run.seed=1", "seed is 0 there and 1"),
         ("train", "draft.head_dim=15", "rotary embeddings need an even one"),
-        ("export", "run.seed=0", "Run `draftsmith train`"),
+        ("export", "run.seed=0", "Run `draftsmith train --config"),
     ],
 )
 def test_a_refused_command_leaves_the_run_as_it_was(
