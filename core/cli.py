@@ -130,7 +130,7 @@ def evaluate(
     if draft is not None and not (draft / "config.json").is_file():
         raise UserError(f"--draft: {draft} is no folder of a draft: it has no config.json.", "Check the path.")
     if dry:
-        return dry_run("eval", config, overrides, target_config, fresh or draft is not None)
+        return dry_run("eval", config, overrides, target_config, fresh or draft is not None, draft)
 
     def outputs(run: RunFolder) -> list[Path]:
         place = report_place(run, draft) if draft else run

@@ -9,6 +9,7 @@ from rich.table import Table
 from draftsmith.core.commands import with_config
 from draftsmith.core.config import Config
 from draftsmith.core.errors import UserError
+from draftsmith.core.lineage import earlier_draft
 from draftsmith.core.manifest import manifest_hash, read_manifest
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
@@ -46,7 +47,7 @@ def _made(run: RunFolder) -> tuple[dict[str, str], bool]:
     """Each stage's output, or that it is missing or of an earlier draft; and whether the report is of the draft."""
     checkpoints, export, report = run.complete_checkpoints(), read_manifest(run.export), read_manifest(run.eval)
     newest = checkpoints[-1].name if checkpoints else None
-    export_fits = export is not None and export["checkpoint"] == newest
+    export_fits = export is not None and newest is not None and earlier_draft(run.export) is None
     of = report["inputs"]["export_manifest_sha256"] if report else None
     report_fits = export_fits and of == manifest_hash(run.export)
 

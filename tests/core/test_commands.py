@@ -61,6 +61,8 @@ def test_a_summary_names_the_file(run_cli, refused, config_file, trained_run, ma
 
     run, file = RunFolder.of(trained_run), config_file(trained_run)
     inputs = {"export": {"checkpoint": "last"}, "weights_sha256": "0"}
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
     write_manifest(run.export, "export", inputs, {"checkpoint": "step-0000003"})
     code, out, _ = run_cli("summary", "--config", file)
     assert code == 0 and f"the export is of an earlier draft: `make export CONFIG={file} ARGS=--fresh`\n" in out
