@@ -350,3 +350,19 @@ def test_a_run_that_another_process_works_on_is_refused(refused, config_file, ma
 def test_an_alias_inside_itself_is_refused(refused, tmp_path):
     (tmp_path / "odd.yaml").write_text("&a {run: *a}")
     assert "odd.yaml" in refused("train", "--config", tmp_path / "odd.yaml")
+
+
+def test_a_second_run_trains_on_links_to_the_firsts_samples_and_states(run_cli, no_engine, config_file, trained_run):
+    """As README.md says: both drafts stay."""
+    file, first = config_file(trained_run), RunFolder.of(trained_run)
+    second = first.root.with_name("b")
+    second.mkdir()
+    for name in ("samples", "vocab_mapping.safetensors", "hidden_states"):
+        (second / name).symlink_to(f"../{first.root.name}/{name}")
+    for stage in ("prepare", "capture", "train", "export"):
+        code, _, error = run_cli(stage, "--config", file, "run.name=b", "train.learning_rate=0.002")
+        assert code == 0, error
+    assert (second / "export/manifest.json").is_file() and len(first.complete_checkpoints()) > 0
+    assert run_cli("train", "--config", file)[0] == 0  # the first is as it was
+    code, _, error = run_cli("export", "--config", file, "run.name=b")
+    assert code == 2 and "`train.learning_rate=0.002`" in error
