@@ -92,7 +92,9 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file({k: v.contiguous() for k, v in tensors.items()}, path)
     except SafetensorError as error:  # its way to say that the disk is full
-        raise StageFailed(f"{path} could not be written ({error}). Free space and run `train` again.") from None
+        raise StageFailed(
+            f"{path} could not be written ({error}). Free space and run `draftsmith train` again."
+        ) from None
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

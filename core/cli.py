@@ -25,6 +25,7 @@ from draftsmith.core.cli_export import export_app
 from draftsmith.core.cli_group import STAGE
 from draftsmith.core.cli_plan import plan
 from draftsmith.core.cli_store import store_app
+from draftsmith.core.commands import with_config
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config, schema_json
 from draftsmith.core.errors import ProcessGone, StageFailed, UserError
@@ -129,7 +130,7 @@ def evaluate(
     if draft is not None and not (draft / "config.json").is_file():
         raise UserError(f"--draft: {draft} is no folder of a draft: it has no config.json.", "Check the path.")
     if dry:
-        return dry_run("eval", config, overrides, target_config, fresh or draft is not None)
+        return dry_run("eval", config, overrides, target_config, fresh or draft is not None, draft)
 
     def outputs(run: RunFolder) -> list[Path]:
         place = report_place(run, draft) if draft else run
@@ -256,10 +257,10 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        tell(f"error: {error}", 2)
+        tell(with_config(f"error: {error}"), 2)
         sys.exit(2)
     except StageFailed as error:
-        tell(f"failed: {error}", 1, cause=not isinstance(error, ProcessGone))
+        tell(with_config(f"failed: {error}"), 1, cause=not isinstance(error, ProcessGone))
         sys.exit(1)
     except SystemExit as end:
         if end.code == 130:

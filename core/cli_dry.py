@@ -5,14 +5,18 @@ Like the other modules of the command line it imports a stage when it is asked f
 """
 
 import json
+import os
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from draftsmith.core.capturable import check_capturable
+from draftsmith.core.commands import with_config
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.draft_shape import DraftShape, resolve_shape
@@ -29,7 +33,12 @@ TargetConfigFile = Annotated[
 
 
 def dry_run(
-    stage: str, file: Path, overrides: list[str] | None, target_config: Path | None, fresh: bool = False
+    stage: str,
+    file: Path,
+    overrides: list[str] | None,
+    target_config: Path | None,
+    fresh: bool = False,
+    draft: Path | None = None,
 ) -> None:
     """Check what can be checked without the target's weights, and print what the stage would do.
 
@@ -39,6 +48,7 @@ def dry_run(
         overrides: section.key=value.
         target_config: the target's config.json or its folder; None: as the config names the target.
         fresh: the stage's own output would be made anew.
+        draft: of eval: the folder of another draft than the run's.
 
     Raises:
         UserError: the config, the target's shape, the draft's shape, or what the stage finds in the run's folder would
@@ -62,15 +72,19 @@ def dry_run(
     for needed in STAGES[: STAGES.index(stage) + (not fresh)]:
         if why := there.get(needed):
             raise why
-    told = {"prepare": _prepare, "capture": _capture, "train": _train, "eval": _eval, "export": _export}[stage]
+    told: dict[str, Callable[..., dict[str, Any]]] = {
+        "prepare": _prepare, "capture": _capture, "train": _train, "export": _export,
+        "eval": partial(_eval, draft=draft),
+    }  # fmt: skip
     made = {
         "stage": stage,
         "run": str(run.root),
         "there": [name for name, why in there.items() if why is None],
-        "does_not_fit": {name: str(why) for name, why in there.items() if why},
-        **told(config, run, target, layer_ids, shape),
+        "does_not_fit": {name: with_config(str(why)) for name, why in there.items() if why},
+        **told[stage](config, run, target, layer_ids, shape),
     }
-    print(json.dumps(made, indent=2))
+    if os.environ.get("RANK", "0") == "0":  # under torchrun every process comes here
+        print(json.dumps(made, indent=2))
 
 
 def _with_target(config: Config, target_config: Path | None) -> Config:
@@ -131,17 +145,22 @@ def _train(config: Config, run: RunFolder, target: Target, layer_ids: list[int],
     }
 
 
-def _eval(config: Config, run: RunFolder, target: Target, layer_ids: list[int], shape: DraftShape) -> dict[str, Any]:
-    wanted = config.eval
-    engines = [{**_engine(config), "speculative_config": _speculative(run, k)} for k in wanted.k]
+def _eval(
+    config: Config, run: RunFolder, target: Target, layer_ids: list[int], shape: DraftShape, draft: Path | None
+) -> dict[str, Any]:
+    from draftsmith.eval.subject import report_place
+
+    wanted, model = config.eval, draft or run.export
+    engines = [{**_engine(config), "speculative_config": _speculative(model, k)} for k in wanted.k]
     return {
+        "draft": str(model),
         "replayed": {"k": sorted({*range(1, wanted.replay_k + 1), *wanted.k}), "temperature": wanted.temperature},
         "served": {"server": wanted.server.model_dump()} if wanted.server else {"vllm": [_engine(config), *engines]},
         "passes": [
             {"k": k, "temperature": t, "concurrency": c, "sets": ["held_out", *wanted.sets]}
             for k in (0, *wanted.k) for t in wanted.temperature for c in wanted.concurrency
         ],
-        "writes": [str(run.eval)],
+        "writes": [str((report_place(run, draft) if draft else run).eval)],
     }  # fmt: skip
 
 
@@ -152,7 +171,7 @@ def _export(config: Config, run: RunFolder, target: Target, layer_ids: list[int]
     from draftsmith.export.layout import folder_config
 
     draft = Draft(shape, {}, torch.empty(0), layer_ids, "a dry run")
-    speculative = json.dumps(_speculative(run, config.eval.k[0]))
+    speculative = json.dumps(_speculative(run.export, config.eval.k[0]))
     serve = ["vllm", "serve", config.target.path, "--tensor-parallel-size", str(config.target.tensor_parallel)]
     return {
         "checkpoint": config.export.checkpoint,
@@ -163,5 +182,5 @@ def _export(config: Config, run: RunFolder, target: Target, layer_ids: list[int]
     }
 
 
-def _speculative(run: RunFolder, k: int) -> dict[str, Any]:
-    return {"method": "eagle3", "model": str(run.export), "num_speculative_tokens": k}
+def _speculative(draft: Path, k: int) -> dict[str, Any]:
+    return {"method": "eagle3", "model": str(draft), "num_speculative_tokens": k}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +63,10 @@ def plan(
     ] = None,
     max_hours: Annotated[float, typer.Option(min=0, help="A run that takes longer does not fit.")] = 720.0,
     brief: Annotated[
-        bool, typer.Option("--brief", help="Print the few lines that recipes carry in their head.")
+        bool,
+        typer.Option(
+            "--brief", help="Print the few lines that recipes carry in their head; on stderr what this machine lacks."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -76,8 +80,11 @@ def plan(
     if as_json:
         print(json.dumps(made, indent=2))
     elif brief:
-        made["problems"] = [p for p in made["problems"] if not _of_this_machine(p["what"])]
-        print("\n".join(brief_lines(loaded, made)))
+        here = [p for p in made["problems"] if _of_this_machine(p["what"])]
+        fits_anywhere = {**made, "problems": [p for p in made["problems"] if p not in here]}
+        print("\n".join(brief_lines(loaded, fits_anywhere)))
+        for problem in here:  # recipes carry what is printed, and are for other machines than this
+            print(f"does not fit here: {problem['what']} {problem['mend']}", file=sys.stderr)
     else:
         _show(loaded, made)
     raise typer.Exit(1 if made["problems"] else 0)
@@ -94,7 +101,7 @@ def _stated(config: Config, tokens: int, length: float | None, supervised: float
 
 
 def brief_lines(config: Config, made: dict[str, Any]) -> list[str]:
-    """The plan in a few lines, without anything about the machine that it is made on."""
+    """The plan in a few lines; of `problems` all that `made` has."""
     draft, disk, hours, gpu = (made[key] for key in ("draft", "disk", "hours", "gpu"))
     states, used, count = disk["states"], sum(gpu["training"].values()), gpu["count"]
     spool = captures_while_training(config)

@@ -16,19 +16,25 @@ from draftsmith.core.run import RunFolder
 from draftsmith.core.store import DAMAGED, INPUTS
 
 store_app = typer.Typer(help="Look at, check, merge and mend hidden-state stores.", no_args_is_help=True)
-Folder = Annotated[Path | None, typer.Argument(help="A run, or its hidden_states/ (or a part of it).")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config of the run, instead of FOLDER.")]
+Given = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FOLDER | section.key=value ...]",
+        help="A run, or its hidden_states/ (or a part of it); with --config, what goes over the config file.",
+    ),
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="YAML config of the run, instead of a folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Shards read side by side; else one a core.")]
 _SHOWN = 20
 
 
 @store_app.command()
-def verify(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None, as_json: Json = False) -> None:
+def verify(given: Given = None, config: ConfigFile = None, jobs: Jobs = None, as_json: Json = False) -> None:
     """Compare every byte with its checksum, the index and the samples; exit code 1 where something is wrong."""
     from draftsmith.hidden_state_capture.verify import verify_store
 
-    store, samples = _place(folder, config)
+    store, samples = _place("verify", given, config)
     console.quiet = as_json  # no progress between the JSON
     verdict = verify_store(store, samples, jobs)
     console.quiet = False
@@ -43,7 +49,7 @@ def verify(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None, 
 
 @store_app.command()
 def stats(
-    folder: Folder = None,
+    given: Given = None,
     config: ConfigFile = None,
     probed: Annotated[int, typer.Option("--samples", min=0, help="Samples read for the layers' rms.")] = 64,
     as_json: Json = False,
@@ -51,7 +57,7 @@ def stats(
     """Samples, tokens and bytes by source and split, and the rms of every layer's states."""
     from draftsmith.hidden_state_capture.stats import store_stats
 
-    store, _ = _place(folder, config)
+    store, _ = _place("stats", given, config)
     found = store_stats(store, probed)
     if as_json:
         print(json.dumps(found, indent=2))
@@ -69,18 +75,18 @@ def merge(
     from draftsmith.hidden_state_capture.merge import merge_stores
 
     with RunFolder(into.parent).lock():
-        manifest = merge_stores([_place(part, None)[0] for part in parts], into, verify=not no_verify)
+        manifest = merge_stores([_place("merge", [str(part)], None)[0] for part in parts], into, verify=not no_verify)
     samples = sum(m["samples"] for m in manifest["merged_from"])
     say(f"hidden states: {samples} samples of {len(parts)} stores -> {into}")
     say(f"the parts can be deleted once `draftsmith store verify {into}` finds nothing")
 
 
 @store_app.command()
-def repair(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None) -> None:
+def repair(given: Given = None, config: ConfigFile = None, jobs: Jobs = None) -> None:
     """Verify, and where shards are damaged set them aside, so that `capture` makes what is lost of them again."""
     from draftsmith.hidden_state_capture.repair import repair_store
 
-    store, samples = _place(folder, config)
+    store, samples = _place("repair", given, config)
     with RunFolder(store.parent).lock():
         verdict = repair_store(store, samples, jobs)
     _show_faults(store, verdict)
@@ -95,25 +101,37 @@ def repair(folder: Folder = None, config: ConfigFile = None, jobs: Jobs = None) 
         )
 
 
-def _place(folder: Path | None, config: Path | None) -> tuple[Path, Path | None]:
+def _place(command: str, given: list[str] | None, config: Path | None) -> tuple[Path, Path | None]:
     """The store, and the samples of its run where they are there."""
-    if (folder is None) == (config is None):
-        raise UserError("Give a folder or --config, one of them.", "E.g. `draftsmith store stats runs/quickstart`.")
-    store = RunFolder.of(load_config(config)).hidden_states if config else Path(str(folder))
+    given, example = given or [], f"`draftsmith store {command} runs/quickstart`"
+    if config:
+        if folders := [g for g in given if "=" not in g]:
+            raise UserError(f"{folders[0]} is a folder beside --config.", "Give one of them.")
+        store = RunFolder.of(load_config(config, given)).hidden_states
+    elif len(given) != 1:
+        what = (
+            f"{len(given)} folders are given: {', '.join(given)}" if given else "neither a folder nor --config is given"
+        )
+        raise UserError(f"{what}.", f"Give one of them, e.g. {example}.")
+    elif "=" in given[0] and not Path(given[0]).exists():
+        raise UserError(
+            f"`{given[0]}` is an override, and there is no --config that it would go over.", f"E.g. {example}."
+        )
+    else:
+        store = Path(given[0])
     if not (store / MANIFEST).is_file() and (store / "hidden_states").is_dir():
         store = store / "hidden_states"
-    _must_be_a_store(store)
+    _must_be_a_store(store, f"Give a run, or its hidden_states/, e.g. {example}.")
     samples = RunFolder(store.parent).samples
     return store, samples if (samples / MANIFEST).is_file() else None
 
 
-def _must_be_a_store(folder: Path) -> None:
-    """Refuse a path that is something else, saying what.
+def _must_be_a_store(folder: Path, example: str) -> None:
+    """Refuse a path that is something else, saying what, and with `example` as the mend.
 
     Raises:
         UserError: it is not there, is no folder, holds another stage's output, or a capture that is not finished.
     """
-    example = "Give a run, or its hidden_states/, e.g. `draftsmith store stats runs/quickstart`."
     if not folder.is_dir():
         raise UserError(f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}.", example)
     if manifest := read_manifest(folder):

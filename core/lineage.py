@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from draftsmith.core.checkpoint import Checkpoint
+from draftsmith.core.atomic import sha256_file
+from draftsmith.core.checkpoint import WEIGHTS, Checkpoint
 from draftsmith.core.config import Config
 from draftsmith.core.manifest import check_inputs, manifest_hash, read_manifest
 from draftsmith.core.run import RunFolder
@@ -102,3 +103,25 @@ def check_trained(run: RunFolder, folder: Path, recorded: dict[str, Any], inputs
         UserError: names every setting that differs.
     """
     check_inputs(folder, {"stage": "train", "inputs": recorded_vocabulary(run, recorded, inputs)}, inputs)
+
+
+def earlier_draft(export: Path) -> str | None:
+    """Why an export in a run's folder is not of the draft that the run has trained by now.
+
+    Args:
+        export: the folder; one that lies beside no checkpoints is of a draft that nobody can tell.
+
+    Returns:
+        What it is of, and what there is; None: it is of the run's draft, or no export of ours.
+    """
+    manifest, run = read_manifest(export) if (export / "config.json").is_file() else None, RunFolder(export.parent)
+    done = run.complete_checkpoints()
+    if manifest is None or manifest.get("stage") != "export" or not done:
+        return None
+    of, inputs = manifest["checkpoint"], manifest["inputs"]
+    if inputs["export"]["checkpoint"] == "last" and of != done[-1].name:
+        return f"it is of {of}, and the run has {done[-1].name} by now"
+    same = run.checkpoints / of
+    if same in done and sha256_file(same / WEIGHTS) != inputs["weights_sha256"]:
+        return f"it is of an earlier training's {of}"
+    return None

@@ -13,6 +13,7 @@ from typing import Any
 
 from draftsmith.core.atomic import sha256_file, write_json
 from draftsmith.core.config import Config
+from draftsmith.core.differ import Difference, find
 from draftsmith.core.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -95,12 +96,35 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
     Raises:
         UserError: names every key that differs, with both values.
     """
-    if found := differences(_with_defaults(manifest["inputs"], inputs), inputs, "there", "in the config"):
+    found = find(_with_defaults(manifest["inputs"], inputs), inputs)
+    if found:
         raise UserError(
-            f"{folder} was made with other settings: " + "; ".join(found) + ".",
-            f"Choose another run.name, or make it again with `draftsmith {manifest['stage']} --fresh` "
-            f"(`make {manifest['stage']} ARGS=--fresh`).",
+            f"{folder} was made with other settings: "
+            + "; ".join(d.said("there", "in the config") for d in found)
+            + ".",
+            _mend(manifest["stage"], found),
         )
+
+
+# Stage -> what its --fresh deletes.
+_MADE = {
+    "prepare": "the samples",
+    "capture": "the hidden states",
+    "train": "the trained draft",
+    "export": "the export",
+    "eval": "the report",
+}
+
+
+def _mend(stage: str, found: list[Difference]) -> str:
+    """The same settings again where that is all that differs, since it costs nothing; last what deletes something."""
+    again = [d.override() for d in found]
+    same = f"Give the same again ({', '.join(f'`{text}`' for text in again)}, on the command line or in the file), "
+    choose = "choose another run.name," if None not in again else "Choose another run.name,"
+    return (
+        f"{same if None not in again else ''}{choose} or make it again with `draftsmith {stage} --fresh` "
+        f"(`make {stage} ARGS=--fresh`), which deletes {_MADE.get(stage, 'what is there')}."
+    )
 
 
 def _with_defaults(recorded: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -119,19 +143,6 @@ def _filled(there: Any, here: Any, defaults: Any) -> Any:
     return {**later, **{key: _filled(value, here.get(key), defaults.get(key)) for key, value in there.items()}}
 
 
-def differences(there: Any, here: Any, name_there: str, name_here: str, at: str = "") -> list[str]:
+def differences(there: Any, here: Any, name_there: str, name_here: str) -> list[str]:
     """One phrase for every key of two JSON-serialisable values that differs, with both values."""
-    there, here = (json.loads(json.dumps(value)) for value in (there, here))
-    if isinstance(there, dict) and isinstance(here, dict):
-        pairs = {f"{at}.{k}" if at else k: (there.get(k), here.get(k)) for k in dict.fromkeys([*there, *here])}
-        return [d for key, (a, b) in pairs.items() for d in differences(a, b, name_there, name_here, key)]
-    lists = isinstance(there, list) and isinstance(here, list) and len(there) == len(here)
-    if lists and all(isinstance(item, dict) for item in [*there, *here]):  # else the lists say more whole
-        items = enumerate(zip(there, here, strict=True))
-        return [d for i, (a, b) in items for d in differences(a, b, name_there, name_here, f"{at}[{i}]")]
-    return [] if there == here else [f"{at} is {_short(there)} {name_there} and {_short(here)} {name_here}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return [difference.said(name_there, name_here) for difference in find(there, here)]

@@ -6,13 +6,16 @@ from typing import Any
 
 from rich.table import Table
 
+from draftsmith.core.commands import with_config
 from draftsmith.core.config import Config
 from draftsmith.core.errors import UserError
+from draftsmith.core.lineage import earlier_draft
 from draftsmith.core.manifest import manifest_hash, read_manifest
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
 
 _MOST_ROWS = 24
+_STALE = ", of an earlier draft"
 
 
 def print_summary(config: Config) -> None:
@@ -29,6 +32,9 @@ def print_summary(config: Config) -> None:
     for name, where in made.items():
         stages.add_row(name, where)
     console.print(stages)
+    for name, stage in (("export", "export"), ("report", "eval")):
+        if made[name].endswith(_STALE):  # below the table, which would break the command
+            say(with_config(f"the {name} is of an earlier draft: `make {stage} ARGS=--fresh`"))
     if current:
         report = json.loads((run.eval / "report.json").read_text(encoding="utf-8"))
         console.print(_acceptance_table(report))
@@ -41,20 +47,19 @@ def _made(run: RunFolder) -> tuple[dict[str, str], bool]:
     """Each stage's output, or that it is missing or of an earlier draft; and whether the report is of the draft."""
     checkpoints, export, report = run.complete_checkpoints(), read_manifest(run.export), read_manifest(run.eval)
     newest = checkpoints[-1].name if checkpoints else None
-    export_fits = export is not None and export["checkpoint"] == newest
+    export_fits = export is not None and newest is not None and earlier_draft(run.export) is None
     of = report["inputs"]["export_manifest_sha256"] if report else None
     report_fits = export_fits and of == manifest_hash(run.export)
-    stale = "of an earlier draft: make {} ARGS=--fresh"
 
-    def said(there: object, where: Path, fits: bool, stage: str) -> str:
-        return "not made yet" if not there else str(where) if fits else f"{where}, {stale.format(stage)}"
+    def said(there: object, where: Path, fits: bool) -> str:
+        return "not made yet" if not there else str(where) if fits else f"{where}{_STALE}"
 
     return {
-        "samples": said(read_manifest(run.samples), run.samples, True, "prepare"),
-        "hidden states": said(read_manifest(run.hidden_states), run.hidden_states, True, "capture"),
-        "checkpoint": said(newest, run.checkpoints / str(newest), True, "train"),
-        "export": said(export, run.export, export_fits, "export"),
-        "report": said(report, run.eval / "report.html", report_fits, "eval"),
+        "samples": said(read_manifest(run.samples), run.samples, True),
+        "hidden states": said(read_manifest(run.hidden_states), run.hidden_states, True),
+        "checkpoint": said(newest, run.checkpoints / str(newest), True),
+        "export": said(export, run.export, export_fits),
+        "report": said(report, run.eval / "report.html", report_fits),
     }, report_fits
 
 

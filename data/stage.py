@@ -143,7 +143,10 @@ def _already_there(
     # An evaluation set that comes later does not undo a capture; but nobody has looked for it in the samples.
     checked, sets = manifest.get("not_in", {}), contamination_sets(config)
     if new := [path for path in sets if path not in checked or checked[path] != content(path, revisions)]:
-        say(f"warning: the samples were made before {', '.join(new)}; `prepare --fresh` would look for it in them")
+        say(
+            f"warning: the samples were made before {', '.join(new)}; "
+            "`draftsmith prepare --fresh` would look for it in them"
+        )
 
 
 def _check_target(config: Config, target: Target) -> None:

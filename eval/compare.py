@@ -14,10 +14,12 @@ import numpy as np
 from rich.table import Table as RichTable
 
 from draftsmith.core.atomic import sha256_file, write_json, write_text
+from draftsmith.core.commands import with_config
 from draftsmith.core.config import Config
 from draftsmith.core.draft_folder import DraftFolder, read_draft_folder
 from draftsmith.core.engine import require_vllm
 from draftsmith.core.errors import UserError
+from draftsmith.core.lineage import earlier_draft
 from draftsmith.core.manifest import package_versions
 from draftsmith.core.progress import console, say
 from draftsmith.core.replay import Table, bootstrap_lengths, conversation_of, interval, table_figures
@@ -57,6 +59,7 @@ def compare(config: Config, folders: Sequence[Path], served: bool, out: Path | N
         raise UserError("one draft alone cannot be compared.", "Name two folders or more.")
     run, target = RunFolder.of(config), resolve_target(config.target)
     contenders = _read(folders, target)
+    _warn_of_earlier(run, contenders)
     store = HiddenStateStore(run.hidden_states, "eval compare")
     sets = None
     if served:
@@ -96,6 +99,15 @@ def _read(folders: Sequence[Path], target: Target) -> list[Contender]:
             name = "/".join(folder.resolve().parts[-2:])
         found.append(Contender(name if name not in taken else f"{name}-{len(found)}", folder, draft))
     return found
+
+
+def _warn_of_earlier(run: RunFolder, contenders: list[Contender]) -> None:
+    """An export that the run was trained on after is compared all the same, for that may be meant."""
+    for c in contenders:
+        if why := earlier_draft(c.folder):
+            ours = c.folder.resolve() == run.export.resolve()
+            mend = "`draftsmith export --fresh` exports the one that is trained" if ours else "export it again"
+            say(with_config(f"warning: {c.folder} is of an earlier draft ({why}); {mend}"))
 
 
 def _replayed(config: Config, target: Target, store: HiddenStateStore, contender: Contender) -> Replay | None:

@@ -42,7 +42,7 @@ def own_draft(config: Config, run: RunFolder) -> Subject:
     if checkpoint.folder.name != exported["checkpoint"]:
         raise UserError(
             f"{run.export} holds {exported['checkpoint']}, and export.checkpoint is {checkpoint.folder.name} by now.",
-            "Export again with --fresh.",
+            "Export again with `draftsmith export --fresh`.",
         )
     refuse_sglang_ids(run.export)
     inputs = {"export_manifest_sha256": manifest_hash(run.export)}

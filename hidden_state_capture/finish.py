@@ -58,8 +58,8 @@ def check_rejected(captured: Captured) -> list[dict[str, str]]:
     if len(rejected) > share * len(captured.heads):
         raise StageFailed(
             f"{len(rejected)} of {len(captured.heads)} samples have unusable states (capture.max_rejected_share is "
-            f"{share:.1%}), e.g. {rejected[0]['sample_id']}: {rejected[0]['reason']}. Raise it and run `capture` again "
-            "to go on without them; `--fresh` captures everything anew."
+            f"{share:.1%}), e.g. {rejected[0]['sample_id']}: {rejected[0]['reason']}. Raise it and run "
+            "`draftsmith capture` again to go on without them; `draftsmith capture --fresh` captures everything anew."
         )
     return rejected
 
@@ -109,7 +109,8 @@ def _check_complete(captured: Captured, rows: list[dict[str, Any]], rejected: li
         )
     known = {*ids, *(r["sample_id"] for r in rejected), *(h.sample_id for h in captured.long)}
     if missing := {h.sample_id for h in captured.heads} - known:
-        raise StageFailed(f"{len(missing)} samples were not captured, e.g. {sorted(missing)[0]}. Run `capture` again.")
+        first = sorted(missing)[0]
+        raise StageFailed(f"{len(missing)} samples were not captured, e.g. {first}. Run `draftsmith capture` again.")
     if not rows:
         raise StageFailed("no sample was captured: all were rejected or are longer than the target's context.")
 

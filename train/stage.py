@@ -142,7 +142,8 @@ def _newest(run: RunFolder, state: TrainState, accelerator: Accelerator) -> Chec
         raise UserError(
             f"{done[-1]} was trained with {each} batches a step (processes times train.grad_accum_steps), and this has "
             f"{state.batches_per_step}.",
-            f"Set train.grad_accum_steps to {each} / the number of processes, or start again with --fresh.",
+            f"Set train.grad_accum_steps to {each} / the number of processes, or start again with "
+            "`draftsmith train --fresh`, which deletes the trained draft.",
         )
     return checkpoint
 

@@ -174,7 +174,7 @@ def test_differing_inputs_are_named_with_both_values(made):
     message = str(error.value)
     assert "data.max_length is 512 there and 1024 in the config" in message
     assert 'data.sources[0].path is "a" there and "b" in the config' in message
-    assert "new is null there and 7 in the config" in message
+    assert "new is not set there and 7 in the config" in message
     assert "seed" not in message
     assert "draftsmith prepare --fresh" in message and str(made) in message
 

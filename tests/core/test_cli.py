@@ -52,7 +52,7 @@ def test_an_unknown_key_is_refused_before_anything_is_written(refused, config_fi
 )
 def test_a_stage_out_of_order_names_the_one_to_run(refused, config_file, make_config, tmp_path, stage, needed):
     message = refused(stage, "--config", config_file(make_config()))
-    assert f"Run `{needed}`" in message and f"`{'export' if stage == 'eval' else stage}` needs" in message
+    assert f"Run `{needed} --config " in message and f"`{'export' if stage == 'eval' else stage}` needs" in message
     assert not (tmp_path / "runs").exists()
 
 
@@ -156,7 +156,7 @@ def test_everything_that_a_config_names_and_is_not_there_is_said_at_once(refused
         ("prepare", "data.max_length=63", "data.max_length is 64 there and 63 in the config"),
         ("prepare", "run.seed=1", "seed is 0 there and 1"),
         ("train", "draft.head_dim=15", "rotary embeddings need an even one"),
-        ("export", "run.seed=0", "Run `draftsmith train`"),
+        ("export", "run.seed=0", "Run `draftsmith train --config"),
     ],
 )
 def test_a_refused_command_leaves_the_run_as_it_was(
@@ -350,3 +350,19 @@ def test_a_run_that_another_process_works_on_is_refused(refused, config_file, ma
 def test_an_alias_inside_itself_is_refused(refused, tmp_path):
     (tmp_path / "odd.yaml").write_text("&a {run: *a}")
     assert "odd.yaml" in refused("train", "--config", tmp_path / "odd.yaml")
+
+
+def test_a_second_run_trains_on_links_to_the_firsts_samples_and_states(run_cli, no_engine, config_file, trained_run):
+    """As README.md says: both drafts stay."""
+    file, first = config_file(trained_run), RunFolder.of(trained_run)
+    second = first.root.with_name("b")
+    second.mkdir()
+    for name in ("samples", "vocab_mapping.safetensors", "hidden_states"):
+        (second / name).symlink_to(f"../{first.root.name}/{name}")
+    for stage in ("prepare", "capture", "train", "export"):
+        code, _, error = run_cli(stage, "--config", file, "run.name=b", "train.learning_rate=0.002")
+        assert code == 0, error
+    assert (second / "export/manifest.json").is_file() and len(first.complete_checkpoints()) > 0
+    assert run_cli("train", "--config", file)[0] == 0  # the first is as it was
+    code, _, error = run_cli("export", "--config", file, "run.name=b")
+    assert code == 2 and "`train.learning_rate=0.002`" in error

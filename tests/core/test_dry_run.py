@@ -1,6 +1,8 @@
 """`STAGE --dry-run`: what it refuses, and what it says of a run that is begun."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -36,7 +38,7 @@ def test_a_dry_run_says_what_is_there_and_fits(run_cli, refused, config_file, sy
     assert told("train") == (["prepare", "capture"], {})
     for stage in ("capture", "train", "eval"):
         message = refused(stage, "--config", config_file(synthetic_run), "--dry-run", "capture.storage=fp8")
-        assert 'storage is "bf16" there and "fp8" in the config' in message and "draftsmith capture --fresh" in message
+        assert 'storage is "bf16" there and "fp8" in the config' in message and "draftsmith capture --config" in message
     for stage, *more in (["prepare"], ["capture", "--fresh"]):
         there, misfits = told(stage, "capture.storage=fp8", *more)
         assert there == ["prepare"] and "storage is" in misfits["capture"]
@@ -68,4 +70,25 @@ def test_a_dry_run_finds_the_settings_of_every_stage(run_cli, refused, config_fi
         told = json.loads(out)
         assert list(told["does_not_fit"]) == [stage] and told["there"] == [s for s in everything if s != stage]
         message = refused(stage, "--config", config_file(synthetic_run), "--dry-run", change)
-        assert change.partition("=")[0].split(".")[1] in message and f"draftsmith {stage} --fresh" in message
+        assert change.partition("=")[0].split(".")[1] in message and f"draftsmith {stage} --config" in message
+
+
+def test_a_dry_eval_of_another_draft_names_it_and_its_report(run_cli, config_file, synthetic_run, tmp_path):
+    run, other = RunFolder.of(synthetic_run), tmp_path / "theirs"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    for arguments, draft, report in (([], run.export, "eval"), (["--draft", other], other, "eval-theirs")):
+        code, out, error = run_cli("eval", "--config", config_file(synthetic_run), "--dry-run", *arguments)
+        assert code == 0, error
+        told = json.loads(out)
+        assert told["draft"] == str(draft) and told["writes"] == [str(run.root / report)]
+        models = [e["speculative_config"]["model"] for e in told["served"]["vllm"] if "speculative_config" in e]
+        assert models and set(models) == {str(draft)}
+
+
+def test_torchruns_processes_print_one_dry_run(config_file, synthetic_run):
+    launch = [sys.executable, "-m", "draftsmith.train.launch", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "draftsmith", "train", "--config", config_file(synthetic_run), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["stage"] == "train"

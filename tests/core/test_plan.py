@@ -362,6 +362,9 @@ def test_the_command_prints_and_exits_by_what_fits(minimax, roomy, tmp_path):
     roomy(free=1e6)
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 1 and "does not fit" in done.stdout
+    brief = CliRunner().invoke(app, [*args, "--brief"])
+    assert brief.exit_code == 1 and "does not fit" not in brief.stdout
+    assert brief.stderr.startswith("does not fit here: ") and "are free" in brief.stderr
     made = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
     assert made["amount"]["tokens"] == 10**6 and len(made["problems"]) == 1
 

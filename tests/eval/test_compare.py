@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from draftsmith.core.cli import app
 from draftsmith.core.config_io import dump_config
 from draftsmith.core.errors import UserError
+from draftsmith.core.lineage import earlier_draft
 from draftsmith.core.run import RunFolder
 from draftsmith.eval.compare import compare
 from draftsmith.export.stage import export
@@ -94,3 +95,23 @@ def test_the_command_takes_folders_and_the_stage_still_takes_overrides(trained_r
     assert "compare" in shown and "diagnose" in shown and "eval --config FILE" in shown
     refused = CliRunner().invoke(app, ["eval", "--config", str(config), "eval.kk=[3]"])
     assert isinstance(refused.exception, UserError) and "eval.kk" in str(refused.exception)
+
+
+def test_an_export_of_an_earlier_draft_is_compared_with_a_warning(trained_run, drafts, tmp_path, capsys):
+    other, run = drafts("old"), RunFolder.of(trained_run)
+    rows_of(trained_run, [other, run.export], tmp_path)
+    assert "warning" not in capsys.readouterr().out
+    weights = run.complete_checkpoints()[-1] / "draft.safetensors"
+    save_file({k: v + 1 for k, v in load_file(weights).items()}, weights)  # trained anew, to the same step
+    rows_of(trained_run, [other, run.export], tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"warning: {run.export} is of an earlier draft (it is of an earlier training's step-0000011)" in said
+    assert said.count("warning") == 1 and "`draftsmith export --fresh` exports" in said
+
+
+def test_an_export_is_of_an_earlier_draft_where_training_went_on(trained_run, drafts):
+    drafts("one")
+    run = RunFolder.of(trained_run)
+    assert earlier_draft(run.export) is None
+    shutil.copytree(run.checkpoints / "step-0000011", run.checkpoints / "step-0000022")
+    assert earlier_draft(run.export) == "it is of step-0000011, and the run has step-0000022 by now"

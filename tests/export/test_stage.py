@@ -51,7 +51,7 @@ def test_an_export_of_another_training_is_refused(trained_run, changed):
     tensors = load_file(run.checkpoints / "step-0000011/draft.safetensors")
     tensors["fc.weight"] += 1
     save_file(tensors, run.checkpoints / "step-0000011/draft.safetensors")
-    with pytest.raises(UserError, match=r"weights_sha256 is .* Choose another run.name, or .*export --fresh"):
+    with pytest.raises(UserError, match=r"the checkpoint's weights are others .* or make .*export --fresh"):
         export(trained_run)
 
 

@@ -386,4 +386,4 @@ def test_merge_by_command(tmp_path, make_store):
 
 def test_a_command_wants_a_folder_or_a_config(store):
     error = run_cli("verify").exception
-    assert isinstance(error, UserError) and "Give a folder or --config" in str(error)
+    assert isinstance(error, UserError) and "a folder nor --config is given" in str(error)
