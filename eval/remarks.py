@@ -67,8 +67,8 @@ def _undiagnosed(short: list[Row]) -> str:
     if any(r["method"] == "exact" for r in short):
         return "not diagnosed: this draft is not a checkpoint of the run, so there is nothing to compare its parts with"
     return (
-        "not diagnosed: replay went along replies that were sampled, the server sampled others, and two draws differ by "
-        "chance; `draftsmith eval diagnose` compares the parts"
+        "not diagnosed: replay went along replies that were sampled, the server sampled others, and two draws differ "
+        "by chance; `draftsmith eval diagnose` compares the parts"
     )
 
 
