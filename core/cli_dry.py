@@ -5,6 +5,7 @@ Like the other modules of the command line it imports a stage when it is asked f
 """
 
 import json
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith.core.capturable import check_capturable
+from draftsmith.core.cli_spool import spool_refusal
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.draft_shape import DraftShape, resolve_shape
@@ -62,6 +64,10 @@ def dry_run(
     for needed in STAGES[: STAGES.index(stage) + (not fresh)]:
         if why := there.get(needed):
             raise why
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    fits = stage in ("capture", "train") and "prepare" in there
+    if fits and (refused := spool_refusal(config, run, target, layer_ids, processes)):
+        raise refused
     told = {"prepare": _prepare, "capture": _capture, "train": _train, "eval": _eval, "export": _export}[stage]
     made = {
         "stage": stage,

@@ -412,3 +412,9 @@ def test_a_stated_run_has_samples_as_short_as_the_config_lets_them_be(minimax, r
     file = write(minimax(data={"max_length": 500, "sampling": {"max_tokens": 100}}), tmp_path)
     made = json.loads(CliRunner().invoke(app, ["plan", "-c", file, "--tokens", "1000000", "--json"]).stdout)
     assert made["amount"]["samples"] == 2000
+
+
+@pytest.mark.parametrize("option", [["--length", "300"], ["--supervised", "0.5"]])
+def test_a_description_of_samples_without_their_number_is_refused(minimax, roomy, tmp_path, option):
+    done = CliRunner().invoke(app, ["plan", "-c", write(minimax(), tmp_path), *option])
+    assert isinstance(done.exception, UserError) and "Say --tokens, too" in str(done.exception)
