@@ -93,7 +93,7 @@ def summary(checks: list[dict[str, Any]], served: str) -> str:
 
 
 def _part(check: dict[str, Any]) -> str:
-    name, measured = _PARTS.get(check["name"], check["name"]), check["measured"]
+    name, measured = str(_PARTS.get(check["name"], check["name"])), check["measured"]
     if check["name"] == "served drafts":
         return f"{name} {sum(measured['equal'])} of {sum(measured['compared'])}"
     return name

@@ -1,4 +1,4 @@
-"""Whether TorchSpec and a vLLM that it can read are installed for the Python that is to run it; asked before all else."""
+"""Whether TorchSpec, and a vLLM that it can read, are installed for the Python that is to run it."""
 
 import json
 import subprocess
