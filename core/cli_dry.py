@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith.core.capturable import check_capturable
+from draftsmith.core.cli_spool import spool_refusal
 from draftsmith.core.commands import with_config
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
@@ -72,6 +73,10 @@ def dry_run(
     for needed in STAGES[: STAGES.index(stage) + (not fresh)]:
         if why := there.get(needed):
             raise why
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    fits = stage in ("capture", "train") and "prepare" in there
+    if fits and (refused := spool_refusal(config, run, target, layer_ids, processes)):
+        raise refused
     told: dict[str, Callable[..., dict[str, Any]]] = {
         "prepare": _prepare, "capture": _capture, "train": _train, "export": _export,
         "eval": partial(_eval, draft=draft),

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from draftsmith.core.cli_spool import spool_refusal
 from draftsmith.core.config import Config
 from draftsmith.core.config_io import load_config
 from draftsmith.core.errors import UserError
@@ -20,6 +21,7 @@ from draftsmith.core.plan_hours import Rates, captures_while_training
 from draftsmith.core.plan_memory import GB
 from draftsmith.core.progress import console, say
 from draftsmith.core.run import RunFolder
+from draftsmith.core.target import Target
 
 
 def _finite(value: float | None) -> float | None:
@@ -57,7 +59,9 @@ def plan(
         float | None,
         _number("With --tokens: mean tokens of a sample; else 1000, or data.max_length."),
     ] = None,
-    supervised: Annotated[float, typer.Option(min=0, max=1, help="With --tokens: share of reply tokens.")] = 0.6,
+    supervised: Annotated[
+        float | None, typer.Option(min=0, max=1, help="With --tokens: share of reply tokens; else 0.6.")
+    ] = None,
     target_config: Annotated[
         Path | None, typer.Option(help="The target's config.json, or its folder, where the target is not here.")
     ] = None,
@@ -71,12 +75,19 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tokens, bytes, hours and memory of a run before anything runs; exit code 1 where something does not fit."""
+    if tokens is None and not (length is None and supervised is None):
+        raise UserError(
+            "--length and --supervised describe samples that --tokens says the number of tokens of.",
+            "Say --tokens, too, or leave them out: the samples, or their sources, are counted then.",
+        )
     loaded = load_config(config, overrides)
     check_paths(loaded, target=target_config is None, sources=tokens is None)
     amount = _stated(loaded, tokens, length, supervised) if tokens else amount_of(loaded, RunFolder.of(loaded))
     gpu_bytes = None if gpu_memory is None else gpu_memory * GB
     rates = Rates(capture_rate, train_rate, gpus, gpu_bytes, reply_rate, gpu, max_hours)
-    made = make_plan(loaded, amount, rates, target_shape(loaded.target, target_config))
+    target = target_shape(loaded.target, target_config)
+    made = make_plan(loaded, amount, rates, target)
+    made["problems"] += _spool_problem(loaded, amount, target, made)
     if as_json:
         print(json.dumps(made, indent=2))
     elif brief:
@@ -90,14 +101,23 @@ def plan(
     raise typer.Exit(1 if made["problems"] else 0)
 
 
-def _stated(config: Config, tokens: int, length: float | None, supervised: float) -> Amount:
+def _stated(config: Config, tokens: int, length: float | None, supervised: float | None) -> Amount:
     longest = config.data.max_length
     if length is not None and length > longest:
         raise UserError(
             f"--length is {length:,.0f}, and no sample is longer than data.max_length ({longest:,}).",
             "Lower it, or raise data.max_length.",
         )
-    return stated(config, tokens, length or min(1000, longest), supervised)
+    return stated(config, tokens, length or min(1000, longest), 0.6 if supervised is None else supervised)
+
+
+def _spool_problem(config: Config, amount: Amount, target: Target, made: dict[str, Any]) -> list[dict[str, str]]:
+    """By the samples' own sizes, where they are there and not stated otherwise."""
+    if not amount.prepared:
+        return []
+    run, layers = RunFolder.of(config), made["draft"]["layer_ids"]
+    found = spool_refusal(config, run, target, layers, made["gpu"]["count"])
+    return [{"what": found.what, "mend": found.mend}] if found else []
 
 
 def brief_lines(config: Config, made: dict[str, Any]) -> list[str]:

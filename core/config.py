@@ -376,6 +376,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _spool_has_its_gpus(self) -> Self:
+        gpus, parallel = self.capture.spool_gpus, self.target.tensor_parallel
+        if gpus is not None and self.capture.mode == "spool" and len(set(gpus)) < parallel:
+            raise ValueError(
+                f"capture.spool_gpus names {len(set(gpus))} GPUs, and target.tensor_parallel takes {parallel}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _replies_can_differ(self) -> Self:
         sampling = self.data.sampling
         if sampling.replies > 1 and self.data.replies == "keep":

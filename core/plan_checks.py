@@ -118,10 +118,13 @@ def _spool(config: Config, amount: Amount, shape: DraftShape) -> Iterator[tuple[
     capture = config.capture
     if capture.mode != "spool" or capture.spool_bytes is None or config.train.engine == "torchspec":
         return
+    if amount.prepared:  # by the samples' own sizes then (core/cli_spool.py)
+        return
     token, label = bytes_per_row(capture.storage, shape.num_aux, shape.hidden_size)
     work = workload(config, amount)
     step = round(work.tokens * (token + work.supervised * label)) * config.train.grad_accum_steps
-    needed = 2 * max(capture.shard_bytes, step)
+    all_of_it = amount.train_share * (amount.tokens * token + amount.reply_tokens * label) * config.train.epochs
+    needed = min(2 * max(capture.shard_bytes, step), round(all_of_it))
     if capture.spool_bytes < needed:
         yield (
             f"capture.spool_bytes is {capture.spool_bytes:,}, and two shards take {needed:,} bytes or more: each has "

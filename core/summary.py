@@ -38,6 +38,8 @@ def print_summary(config: Config) -> None:
     if current:
         report = json.loads((run.eval / "report.json").read_text(encoding="utf-8"))
         console.print(_acceptance_table(report))
+        for remark in report.get("remarks", []):
+            say(f"remark: {remark}")
         spec = {"method": "eagle3", "model": str(run.export), "num_speculative_tokens": config.eval.k[0]}
         local = report["settings"]["target"]["local_path"]
         say(f"serve it (GPU build of vLLM): vllm serve {local} --speculative-config '{json.dumps(spec)}'")

@@ -119,7 +119,10 @@ class Report(Part):
     served: list[ServedRow]
     agreement: list[AgreementRow]
     objective: Objective | None = Field(description="null: no samples were held out.")
-    diagnosis: Diagnosis | None = Field(description="null: nothing falls short.")
+    diagnosis: Diagnosis | None = Field(
+        description="null: nothing falls short, or `remarks` says why it is not diagnosed."
+    )
+    remarks: list[str] = Field(description="What to know before the figures are believed: noise, and what is missing.")
     settings: dict[str, Any] = Field(
         description="What it takes to get the same figures again: target, draft and their hashes, layer ids, chat "
         "template, prefix caching, sampling, engine arguments, seed."

@@ -25,6 +25,7 @@ from draftsmith.eval.diagnose import diagnose, longest_sample
 from draftsmith.eval.journal import PassJournal
 from draftsmith.eval.offline import Replay, objective_figures, release_memory, replay
 from draftsmith.eval.prompts import PromptSets, write_prompts
+from draftsmith.eval.remarks import remarks
 from draftsmith.eval.replay_rows import replay_rows, source_rows
 from draftsmith.eval.report import write_report
 from draftsmith.eval.rows import agreement_rows, served_row
@@ -84,6 +85,9 @@ def evaluate(config: Config, draft: Path | None = None) -> None:
         report["agreement"] = agreement_rows(config, replayed, measured)
     write_prompts(run.eval / PROMPTS, sets.sets)
     report["diagnosis"] = _diagnosis(config, target, subject, run, store, report["agreement"])
+    report["remarks"] = remarks(report, config.data.sampling.temperature)
+    for remark in report["remarks"]:
+        say(f"remark: {remark}")
     report["settings"] = settings(config, run, subject, store)
     report["settings"] |= {"servers": servers, "cells_of_an_earlier_start": journal.used}
     report["versions"] = package_versions()

@@ -18,10 +18,11 @@ from draftsmith.core.pages import template_environment
 from draftsmith.core.target import Target
 from draftsmith.export.draft import Draft
 from draftsmith.export.layout import served_name
+from draftsmith.export.verify import summary
 
 PLOT = "acceptance.png"
 _VERDICTS = {
-    True: "Every check below is within its bound.",
+    True: "Every check that was judged is within its bound.",
     False: "**A check failed: do not serve this draft.**",
     None: "**Nothing was checked.**",
 }
@@ -78,6 +79,7 @@ def model_card(facts: Facts) -> str:
         proof=facts.proof,
         served=facts.report["served"] if facts.report else [],
         verdict=_VERDICTS[facts.proof["passed"]],
+        summary=summary(facts.proof["checks"], facts.proof["served"]),  # an earlier version's file has none
         data=_data(facts.samples),
         sources=(facts.samples or {}).get("sources", {}),
         training=_training(facts),

@@ -1,23 +1,37 @@
-"""One engine with the exported draft: its first drafts after each prompt alone, then all prompts served together."""
+"""One engine with the exported draft: its first drafts after each prompt alone, then all prompts served together.
+
+The replies are given to it once more, as prompts: what it writes is replayed along its own states.
+"""
 
 import itertools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from draftsmith.core.config import Config
 from draftsmith.core.draft_probe import WORKER, FirstDraft, probe_first_drafts, read_first_drafts
 from draftsmith.core.engine import in_engine_process, vllm_engine
 from draftsmith.core.target import Target
 
+REPLIES = "replies"
+
 
 @dataclass(frozen=True)
 class Served:
-    """What the engine did with a prompt: its reply, and the accepted drafts of every round."""
+    """What the engine did with a prompt.
+
+    Attributes:
+        reply: token ids.
+        accepted: drafts of every round.
+        aux_TAH: its states of the prompt and of the reply but for its last token, as it gives them to the draft.
+    """
 
     reply: list[int]
     accepted: list[int]
+    aux_TAH: Tensor | None = None
 
 
 def observe(
@@ -38,7 +52,9 @@ def observe(
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-probe-") as scratch:
         next_ids, served = in_engine_process(_observe, config, target, prompts, limits, folder.resolve(), Path(scratch))
-        return read_first_drafts(Path(scratch), next_ids, num_aux), served
+        along = read_first_drafts(Path(scratch) / REPLIES, [s.reply[-1] for s in served], num_aux)
+        seen = [replace(s, aux_TAH=a.aux_TAH) for s, a in zip(served, along, strict=True)]
+        return read_first_drafts(Path(scratch), next_ids, num_aux), seen
 
 
 def _observe(
@@ -59,7 +75,12 @@ def _observe(
     # What the user sets for speed would hide tokens from the probe: cached prefixes, prompts in several steps, graphs.
     others = {key: value for key, value in config.target.engine_args.items() if key not in args}
     with vllm_engine(config.target.model_copy(update={"engine_args": others}), target, **args) as llm:
-        return probe_first_drafts(llm, prompts, scratch), _serve(llm, prompts, limits) if limits else []
+        next_ids, served = probe_first_drafts(llm, prompts, scratch), _serve(llm, prompts, limits) if limits else []
+        (scratch / REPLIES).mkdir()
+        # Once more as prompts, of which the probe keeps every state: what the engine wrote can be replayed, too.
+        written = [[*p, *s.reply[:-1]] for p, s in zip(prompts, served, strict=False)]
+        probe_first_drafts(llm, written, scratch / REPLIES)
+        return next_ids, served
 
 
 def _serve(llm: Any, prompts: list[list[int]], limits: list[int]) -> list[Served]:

@@ -1,6 +1,7 @@
 """The proof on a real engine: vLLM sees the states trained on, drafts what the trainer drafts, and accepts as replayed.
 
-Acceptance is compared with replay round by round, over the prompts that got the samples' replies again.
+Acceptance is compared with replay along the replies that the engine writes at temperature 0: where a reply is the
+sample's again on the states trained on, else (sampled replies, or a GPU's batches) on the engine's own.
 """
 
 from dataclasses import dataclass
@@ -146,7 +147,8 @@ def _served_logits_check(
     measured = agreement(objective.draft, draft.target_ids, [t.prompt for t in turns], first)
     error = measured["relative_error"]
     if error is None:
-        return Check("served logits", None, None, bound, "the engine computed its logits where no hook sees them")
+        why = "the engine computed its logits where no hook sees them"
+        return Check("served logits", None, None, bound, why, why)
     said = f"the engine's draft logits are off by {error:.4f} over {measured['drafts']} drafts"
     return Check("served logits", error <= bound, measured, bound, f"{said} (export.max_served_logit_error)")
 
@@ -188,27 +190,41 @@ def _tokens_check(
 def _acceptance_check(
     config: Config, objective: Objective, turns: list[Turn], served: list[Served], device: torch.device
 ) -> Check:
-    """Served acceptance against replay, over the prompts that got the same reply again."""
+    """Served acceptance against replay, along the replies that the engine wrote."""
     bound, k = config.export.max_acceptance_gap, config.export.verify_k
     ours, theirs = [0, 0], [0, 0]
-    same = [i for i, (t, s) in enumerate(zip(turns, served, strict=True)) if s.reply == t.reply]
-    for i in same:
-        batch = turns[i].batch
+    others = 0
+    for turn, seen in zip(turns, served, strict=True):
+        batch, others = (turn.batch, others) if seen.reply == turn.reply else (_written(turn, seen), others + 1)
         leading, _ = chain_matches(objective, batch.to(device), k)
         [replayed] = walk(batch, leading, k)
         # What the engine emits ends with the reply: a bonus token after its last accepted draft is cut off.
-        cut = max(0, 1 + sum(n + 1 for n in replayed.accepted) - len(turns[i].reply))
+        cut = max(0, 1 + sum(n + 1 for n in replayed.accepted) - len(seen.reply))
         ours = [ours[0] + sum(replayed.accepted) - cut, ours[1] + len(replayed.accepted)]
-        theirs = [theirs[0] + sum(served[i].accepted), theirs[1] + len(served[i].accepted)]
+        theirs = [theirs[0] + sum(seen.accepted), theirs[1] + len(seen.accepted)]
     replay_length, served_length = (1 + a / max(1, n) for a, n in (ours, theirs))
     gap = served_length / replay_length - 1
     measured = {"k": k, "served": served_length, "replayed": replay_length, "relative_gap": gap, "rounds": theirs[1],
-                "prompts": len(turns), "identical_replies": len(same)}  # fmt: skip
+                "prompts": len(turns), "identical_replies": len(turns) - others}  # fmt: skip
     shown = f"{served_length:.3f} served, {replay_length:.3f} replayed over {theirs[1]} rounds, K = {k}"
-    if 2 * len(same) < len(turns):
-        # Sampled replies, or a GPU's batches: replay knows the old replies only.
-        reason = f"only {len(same)} of {len(turns)} replies are the samples' again; not judged ({shown})"
-        return Check("served acceptance", None, measured, bound, reason)
+    if not theirs[1]:
+        why = f"none of {len(turns)} replies has a round of drafts in it"
+        return Check("served acceptance", None, None, bound, f"not judged: {why}", why)
+    if others:
+        shown += f"; {others} of {len(turns)} replies are not the samples', and replayed on the engine's own states"
     # Where rounds are few, one draft that falls to the other side of a tie is more than the bound.
     within = abs(gap) <= bound or abs(theirs[0] - ours[0]) <= _FEW_DRAFTS
     return Check("served acceptance", within, measured, bound, f"acceptance length {shown}")
+
+
+def _written(turn: Turn, seen: Served) -> Batch:
+    """A prompt with the engine's own reply, on the engine's own states."""
+    assert seen.aux_TAH is not None
+    ids = torch.tensor([*turn.prompt, *seen.reply])
+    size, start = len(ids), len(turn.prompt)
+    aux_TAH = torch.cat([seen.aux_TAH, seen.aux_TAH[-1:]])  # nothing is drafted from the last token
+    rows = torch.arange(start, size)
+    # Last states decide the losses only, which are not looked at.
+    last_MH = aux_TAH.new_zeros(len(rows), aux_TAH.shape[-1])
+    batch_ids = turn.batch.sample_ids
+    return Batch(batch_ids, (0, size), ids, torch.arange(size) >= start, torch.arange(size), aux_TAH, last_MH, rows)

@@ -72,8 +72,8 @@ def export(config: Config, fresh: bool = False) -> None:
         if proof["passed"] is False:
             _keep_failed(run.root / FAILED, tmp, proof)
     remove(run.root / FAILED)
-    said = {True: "proven", None: "not verified"}[proof["passed"]]
-    say(f"export: {folder.name}, {said} (served: {proof['served']}) -> {run.export}")
+    say(f"export: {folder.name} -> {run.export}")
+    say(f"export: {proof['summary']}")
 
 
 def export_inputs(config: Config, checkpoint: Path) -> dict[str, Any]:

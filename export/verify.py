@@ -3,7 +3,9 @@
 `verification.json`:
     passed:   every check that was made is within its bound; null where none was made
     served:   `checked`, or why the engine was not asked
-    checks:   [{name, passed, measured, bound, detail}], passed is null where a figure is not judged
+    summary:  which parts are proven, which are not and why, in one line
+    checks:   [{name, passed, measured, bound, detail, why}], passed is null where a figure is not judged, and why says
+              the reason
     problems: one line for each check that failed
     settings, versions
 """
@@ -38,6 +40,7 @@ class Check:
         measured: the figures.
         bound: what they were judged by.
         detail: one sentence, for people.
+        why: it is not judged; empty where it is.
     """
 
     name: str
@@ -45,19 +48,55 @@ class Check:
     measured: Any
     bound: Any
     detail: str
+    why: str = ""
 
 
 def verification(checks: list[Check], served: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The content of verification.json."""
     judged = [c.passed for c in checks if c.passed is not None]
+    made = [asdict(c) for c in checks]
     return {
         "passed": all(judged) if judged else None,
         "served": served,
-        "checks": [asdict(c) for c in checks],
+        "summary": summary(made, served),
+        "checks": made,
         "problems": [f"{c.name}: {c.detail}" for c in checks if c.passed is False],
         "settings": settings,
         "versions": package_versions(),
     }
+
+
+_PARTS = {
+    "contract": "tensors",
+    "reload": "reloaded values",
+    "served states": "states on vLLM",
+    "served logits": "logits on vLLM",
+    "served drafts": "drafts on vLLM",
+    "served acceptance": "acceptance on vLLM",
+}
+
+
+def summary(checks: list[dict[str, Any]], served: str) -> str:
+    """Which parts are proven and which are not, and why: the closing line of the stage, and a line of the card.
+
+    Args:
+        checks: of verification.json.
+        served: of verification.json.
+    """
+    proven = [_part(c) for c in checks if c["passed"]]
+    said = [f"proven: {', '.join(proven)}"] if proven else []
+    said += [f"FAILED: {_part(c)}" for c in checks if c["passed"] is False]
+    said += [f"{_part(c)} not judged: {c.get('why') or c['detail']}" for c in checks if c["passed"] is None]
+    if served != "checked":
+        said.append(f"not compared on a server ({served})")
+    return "; ".join(said)
+
+
+def _part(check: dict[str, Any]) -> str:
+    name, measured = str(_PARTS.get(check["name"], check["name"])), check["measured"]
+    if check["name"] == "served drafts":
+        return f"{name} {sum(measured['equal'])} of {sum(measured['compared'])}"
+    return name
 
 
 def contract_check(folder: Path, draft: Draft) -> Check:

@@ -16,6 +16,7 @@ def dry_run(config: Config) -> None:
         UserError: it would refuse.
     """
     from draftsmith.train.torchspec.plan import make_plan
+    from draftsmith.train.torchspec.there import refusal
 
     plan = make_plan(config, dry=True)
     steps = f"{plan.steps} steps" if plan.steps else "steps: not known before `draftsmith prepare`"
@@ -23,6 +24,8 @@ def dry_run(config: Config) -> None:
     say(yaml.safe_dump(plan.tree(), sort_keys=False, allow_unicode=True).rstrip())
     say("# the command")
     say(plan.shown())
+    if why := refusal(config):
+        say(f"# does not fit: {why}")
 
 
 def check(config: Config) -> None:

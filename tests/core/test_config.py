@@ -181,6 +181,8 @@ def test_wrong_override_is_named_and_not_the_file(config_file):
         ("capture:\n  mode: spool\n", [], ["line 2"]),
         ("capture:\n  mode: spool\n", ["capture.spool_bytes=9", "capture.data_parallel=2"],
          ["line 2", "override `capture.data_parallel=2`"]),
+        ("capture:\n  mode: spool\n  spool_bytes: 9\n", ["capture.spool_gpus=[0,1]", "target.tensor_parallel=4"],
+         ["override `capture.spool_gpus=[0,1]`", "override `target.tensor_parallel=4`"]),
         ("eval:\n  k: [3]\n", ["eval.sets=[mt_bench]"], ["override `eval.sets=[mt_bench]`"]),
     ],
 )  # fmt: skip

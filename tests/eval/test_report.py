@@ -48,6 +48,7 @@ def make_report(name="held_out"):
             "supervised_rows_per_step": [90, 80], "accuracy_per_step": [0.41, 0.3],
         },
         "diagnosis": None,
+        "remarks": [],
         "settings": {
             "target": {"path": "tiny"}, "checkpoint": "step-0000011", "layer_ids": [3, 4, 5], "prefix_caching": False,
             "chat_template": "applied", "prompts": "served_prompts.parquet",
@@ -307,6 +308,14 @@ def test_a_diagnosis_is_at_the_top(written):
     folder = written(report)
     assert "First difference between trainer and engine: <b>hidden_norm</b>" in (folder / "report.html").read_text()
     assert ["hidden_norm", "0.90000", "**no**", "hidden_norm"] in markdown_rows(folder)
+
+
+def test_remarks_are_above_the_tables(written):
+    report = make_report()
+    report["remarks"] = ["held_out, K = 3: the machine was busy; measure again."]
+    folder = written(report)
+    assert '<div class="warning">held_out, K = 3: the machine was busy' in (folder / "report.html").read_text()
+    assert "**Remark.** held_out, K = 3: the machine" in (folder / "report.md").read_text().split("## Served")[0]
 
 
 def test_prefix_caching_and_the_template_are_in_the_report(written):

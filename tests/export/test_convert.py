@@ -165,7 +165,7 @@ def test_a_conversion_says_that_no_server_has_seen_it(source, target, tmp_path):
     assert proof["passed"] is True and proof["served"].startswith("not run: a conversion has no trainer")
     assert [c["name"] for c in proof["checks"]] == ["contract", "reload"]
     card = (tmp_path / "out/README.md").read_text()
-    assert "Not compared on a server" in card and "license: mit" in card
+    assert "not compared on a server" in card and "license: mit" in card
 
 
 def test_the_command_line(source, tmp_path, tiny_target):

@@ -21,7 +21,7 @@ from draftsmith.export import served_proof, stage
 from draftsmith.export.draft import from_checkpoint
 from draftsmith.export.observe import Served
 from draftsmith.export.served_proof import agreement, choose_turns, served_checks
-from draftsmith.export.verify import model_of
+from draftsmith.export.verify import model_of, verification
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,6 +42,7 @@ class Engine:
         self.ids = lambda ids: ids
         self.replies = lambda reply: reply
         self.accepted = lambda accepted: accepted
+        self.along = lambda aux: aux
         self.hooked = True
 
     def observe(self, config, target, folder, num_aux, prompts, limits):
@@ -57,10 +58,21 @@ class Engine:
     def _serve(self, turn):
         objective = build_objective(self.target, self.draft.shape, self.draft.target_ids, "rms")
         objective.draft.load_state_dict(self.draft.tensors)
-        [rounds] = walk(turn.batch, chain_matches(objective, turn.batch, 3)[0], 3)
+        reply = self.replies(turn.reply)
+        batch = turn.batch if reply == turn.reply else self._other(turn, reply)
+        [rounds] = walk(batch, chain_matches(objective, batch, 3)[0], 3)
         accepted = list(rounds.accepted)
-        accepted[-1] -= max(0, 1 + sum(n + 1 for n in accepted) - len(turn.reply))
-        return Served(self.replies(turn.reply), self.accepted(accepted))
+        if accepted:
+            accepted[-1] -= max(0, 1 + sum(n + 1 for n in accepted) - len(reply))
+        return Served(reply, self.accepted(accepted), self.along(batch.aux_TAH[: batch.num_tokens - 1]))
+
+    def _other(self, turn, reply):
+        """Another reply to a turn's prompt, on states made up for it."""
+        size, start = len(turn.prompt) + len(reply), len(turn.prompt)
+        made_up = torch.randn(len(reply), *turn.batch.aux_TAH.shape[1:], generator=torch.Generator().manual_seed(1))
+        states = torch.cat([turn.batch.aux_TAH[:start], made_up.to(turn.batch.aux_TAH.dtype)])
+        ids, at = torch.tensor([*turn.prompt, *reply]), torch.arange(size)
+        return type(turn.batch)(("x",), (0, size), ids, at >= start, at, states, states[start:, 0], at[start:])
 
     def judge(self):
         checks = served_checks(self.config, self.target, self.draft, "rms", None, self.turns)
@@ -132,10 +144,33 @@ def test_another_acceptance_than_replayed(engine):
     assert not failed(engine.judge())  # drafts on the other side of a tie, where rounds are few
 
 
-def test_other_replies_than_the_samples_are_not_judged(engine):
-    engine.replies = lambda reply: [*reply, 7]
+def test_other_replies_than_the_samples_are_replayed_on_the_engines_own_states(engine):
+    """As where the samples were drawn at a temperature: the engine's replies are never theirs then."""
+    common = most_drafted(engine)
+    engine.replies = lambda reply: [common] * 12 + reply[:20]
     check = engine.judge()["acceptance"]
-    assert check.passed is None and "0 of 4 replies are the samples' again; not judged" in check.detail
+    assert check.passed and check.measured["relative_gap"] == 0 and check.measured["rounds"] > 20, check
+    assert check.measured["identical_replies"] == 0 and "4 of 4 replies are not the samples'" in check.detail
+    engine.accepted = lambda accepted: [n + 1 for n in accepted]
+    assert engine.judge()["acceptance"].passed is False
+    engine.accepted = lambda accepted: accepted
+    engine.along = lambda aux: torch.randn_like(aux.float())
+    assert engine.judge()["acceptance"].measured["relative_gap"] != 0  # the replay looks at these very states
+
+
+def most_drafted(engine):
+    """A token that the draft proposes, so that something of an invented reply is accepted."""
+    first, _ = engine.observe(engine.config, engine.target, None, 3, [], [])
+    return int(torch.cat([f.tokens_K for f in first]).mode().values)
+
+
+def test_replies_without_a_round_are_not_judged(engine):
+    engine.replies = lambda reply: reply[:1]
+    check = engine.judge()["acceptance"]
+    assert check.passed is None and check.measured is None and "1.000" not in check.detail
+    said = verification(list(engine.judge().values()), "checked", {})["summary"]
+    assert said.startswith("proven: states on vLLM, logits on vLLM, drafts on vLLM 12 of 12; acceptance on vLLM not")
+    assert said.endswith("not judged: none of 4 replies has a round of drafts in it")
 
 
 def test_logits_that_no_hook_saw_are_not_judged(engine):
@@ -209,3 +244,5 @@ def test_a_machine_without_vllm_says_so(engine, changed, monkeypatch):
     stage.export(config)
     proof = json.loads((RunFolder.of(config).export / "verification.json").read_text())
     assert proof["passed"] is True and proof["served"] == "not run: vLLM is not installed"
+    said = "roven: tensors, logits; not compared on a server (not run: vLLM is not installed)"
+    assert proof["summary"] == f"p{said}" and f"P{said}." in (RunFolder.of(config).export / "README.md").read_text()

@@ -98,7 +98,7 @@ def test_the_card_says_how_to_serve_and_what_the_draft_is(trained_run, changed):
     export(trained_run)
     card = (RunFolder.of(trained_run).export / "README.md").read_text()
     assert '"num_speculative_tokens": 1' in card and "after layers 3, 4, 5" in card
-    assert "Not compared on a server (not run: export.verify is offline)" in card
+    assert "not compared on a server (not run: export.verify is offline)" in card
     assert "| contract | passed |" in card and "20 samples for training and 4 held out" in card
     assert "Acceptance" not in card  # nothing has been measured yet
 

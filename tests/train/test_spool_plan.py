@@ -1,18 +1,25 @@
 """What the spool's shards hold, and that they fit."""
 
+import json
 import random
 
 import pytest
 from spool_sides import capture_beside
+from typer.testing import CliRunner
 
+from draftsmith.core import cli_plan
+from draftsmith.core.cli import app
 from draftsmith.core.config import Config
+from draftsmith.core.config_io import dump_config
 from draftsmith.core.errors import UserError
+from draftsmith.core.estimate import Amount
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import TrainSamples
 from draftsmith.hidden_state_capture.reader import HiddenStateStore
 from draftsmith.train.feed import SpoolFeed, training_plan
 from draftsmith.train.stage import train
 
+STAGES = (["capture"], ["train"], ["train", "--fresh"])
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -84,3 +91,31 @@ def test_the_smallest_spool_trains_the_same(spool_run, from_store, changed, weig
 def test_spool_mode_without_a_bound_is_refused():
     with pytest.raises(ValueError, match=r"set capture\.spool_bytes"):
         Config.model_validate({"capture": {"mode": "spool"}})
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_plan_and_dry_run_refuse_what_training_would_and_no_more(
+    spool_run, changed, plan_of, tmp_path, processes, monkeypatch
+):
+    """By the samples' own sizes: fewer bytes than two full shards are enough where the samples are few."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    # This run's manifest of samples has no counts; the sizes are read from the samples themselves.
+    monkeypatch.setattr(cli_plan, "amount_of", lambda *_: Amount(4, 400, 200, 0.9, 100, "counted", prepared=True))
+
+    def told(bytes_):
+        capture = {**spool_run.capture.model_dump(mode="json"), "spool_bytes": bytes_, "shard_bytes": 2**30}
+        config = Config.model_validate({**spool_run.model_dump(mode="json"), "capture": capture})
+        (tmp_path / "c.yaml").write_text(dump_config(config))
+        file = str(tmp_path / "c.yaml")
+        planned = CliRunner().invoke(app, ["plan", "-c", file, "--json", "--gpus", str(processes)])
+        dry = [CliRunner().invoke(app, [s, "-c", file, "--dry-run", *more]) for s, *more in STAGES]
+        problems = [p["what"] for p in json.loads(planned.stdout)["problems"] if "spool_bytes" in p["what"]]
+        return config, problems, [str(d.exception) if d.exit_code else "" for d in dry]
+
+    config, problems, refused = told(1)
+    with pytest.raises(UserError) as error:
+        plan_of(config, processes)
+    assert problems == [error.value.what] and refused == [str(error.value)] * len(STAGES)
+    least = int(str(error.value).split("Set capture.spool_bytes to ")[1].split()[0])
+    assert least < 2**30
+    assert told(least)[1:] == ([], [""] * len(STAGES))

