@@ -116,7 +116,7 @@ class Trainer:
     def _batches(self, start: int) -> Iterator[Step]:
         """The batches of every step from `start`, the next ones read and laid out while these are worked on."""
         steps = range(start, self.state.total_steps)
-        with Ahead(self.accelerator.device) as ahead, ThreadPoolExecutor(1) as pool, self.feed:
+        with Ahead(self.accelerator.device) as ahead, ThreadPoolExecutor(1, "read-batches") as pool, self.feed:
             coming = pool.submit(self._works, start) if steps else None
             if coming:
                 ahead.begin(partial(first_of, coming))

@@ -5,6 +5,7 @@ import shutil
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +36,15 @@ def work_of(number, tokens=8):
 
 
 def threads():
-    return {t for t in threading.enumerate() if t.name.startswith(("to-device", "ThreadPoolExecutor"))}
+    """Of training: the one that moves batches, and the one that reads them; other tests may have left pools of theirs."""
+    return {t for t in threading.enumerate() if t.name.startswith(("to-device", "read-batches"))}
+
+
+@pytest.fixture
+def own_environment():
+    """What engines put into the environment does not reach the tests that follow: they start processes."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 # ---- the queue of one ------------------------------------------------------------------------------------------------
@@ -118,7 +127,7 @@ def test_losses_and_draft_are_those_of_plain_copies_bit_for_bit(
 
 @pytest.mark.parametrize("engine", [{}, {"shard": "fsdp2"}, {"engine": "deepspeed", "deepspeed_config": "zero2"}])
 def test_nothing_refers_to_a_batch_any_more_when_the_next_one_is_taken(
-    synthetic_run, changed, recaptured, monkeypatch, engine
+    synthetic_run, changed, recaptured, monkeypatch, own_environment, engine
 ):
     """Its memory is what the one after that gets. In float8: on a CPU only decoded states are new tensors."""
     options = {"grad_accum_steps": 2, "epochs": 3, "precision": "float32", **engine}
