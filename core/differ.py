@@ -60,7 +60,7 @@ class Difference:
 
     def key(self) -> str | None:
         """The config's key, in full; None: it is no setting of the config."""
-        head, dot, rest = self.at.partition(".")
+        head, dot, rest = self.at.removeprefix("inputs.").partition(".")  # a whole manifest, or its inputs
         key = _KEYS.get(head, head) + dot + rest
         section, *_ = key.split(".")
         return key if "." in key and section in Config.model_fields and not _file_of(self.at) else None

@@ -98,12 +98,9 @@ def check_inputs(folder: Path, manifest: dict[str, Any], inputs: dict[str, Any])
     """
     found = find(_with_defaults(manifest["inputs"], inputs), inputs)
     if found:
-        raise UserError(
-            f"{folder} was made with other settings: "
-            + "; ".join(d.said("there", "in the config") for d in found)
-            + ".",
-            _mend(manifest["stage"], found),
-        )
+        how = "with other settings" if any(d.key() for d in found) else "from other input"
+        said = "; ".join(d.said("there", "in the config") for d in found)
+        raise UserError(f"{folder} was made {how}: {said}.", _mend(manifest["stage"], found))
 
 
 # Stage -> what its --fresh deletes.

@@ -96,7 +96,7 @@ def test_an_unfinished_part_is_refused_by_name(parts, tmp_path):
     [
         ({"layer_ids": [1, 2, 4]}, r"layer_ids is \[1, 2, 3\] in one and \[1, 2, 4\] in two"),
         ({"storage": "fp8"}, 'storage is "bf16" in one and "fp8" in two'),
-        ({"inputs": {"target": {"revision": "abc"}}}, 'inputs.target.revision is null in one and "abc" in two'),
+        ({"inputs": {"target": {"revision": "abc"}}}, 'target.revision is not set in one and "abc" in two'),
         ({"last_state": {"layer_id": 6, "norm": "pre", "norm_form": "rms_plus_one", "eps": 1e-6}}, "norm_form"),
     ],
 )
