@@ -36,7 +36,7 @@ def work_of(number, tokens=8):
 
 
 def threads():
-    """Of training: the one that moves batches, and the one that reads them; other tests may have left pools of theirs."""
+    """Of training: the one that moves batches, and the one that reads them; other tests leave pools of theirs."""
     return {t for t in threading.enumerate() if t.name.startswith(("to-device", "read-batches"))}
 
 
