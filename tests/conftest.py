@@ -6,6 +6,7 @@ Test modules cannot import one another (`--import-mode=importlib`), so helpers a
 
 import importlib.util
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,9 @@ from draftsmith.core.config_io import dump_config
 from draftsmith.core.run import RunFolder
 from draftsmith.core.samples import Sample
 from draftsmith.core.target import resolve_layer_ids, resolve_target
+
+# A shell's background job ignores SIGINT, and so would everything that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 __all__ = ["checkpoint_of", "tokenizer_of"]
 
