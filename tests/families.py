@@ -83,7 +83,7 @@ def _byte_level() -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")  # English that nobody edits
     bpe.train_from_iterator([text, "\n\n\n<think>\n</think>\n\n", "天気はどうですか", "🙂👩‍👩‍👧"] * 2, trainer)
     return bpe
 
@@ -116,7 +116,7 @@ def checkpoint_of(
         config = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer),
-            "max_position_embeddings": 65536, "eos_token_id": tokenizer.eos_token_id, "torch_dtype": "bfloat16",
+            "max_position_embeddings": 131072, "eos_token_id": tokenizer.eos_token_id, "torch_dtype": "bfloat16",
         }  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config))
         return folder

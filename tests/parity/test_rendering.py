@@ -103,7 +103,7 @@ CONVERSATIONS = {
     "emoji": ([user("🙂👩‍👩‍👧 e\u0301 é ﷽"), ai("👍🏽"), user("\u200d")], None),
     "CJK": ([user("天気はどうですか\uff1f"), ai("晴れです。"), user("谢谢\uff01")], None),
     "white space": ([user("  a \n\n b\t "), ai(" c  \n"), user("\nd ")], None),
-    "10k tokens a turn": ([user("fast wörds 天 " * 2500), ai("and so on " * 5000), user("?")], None),
+    "10k tokens a turn": ([user("fast wörds 天 " * 3500), ai("and so on " * 5000), user("?")], None),
 }
 # What the API refuses before any template sees it has no render to compare with.
 VARIANTS = {"plain": {}, "no thinking": {"enable_thinking": False}, "unknown": {"no_such_variable": 1}}
@@ -121,7 +121,7 @@ def served(checkpoint_of):
 
     @lru_cache
     def renderer(name):
-        config = ModelConfig(model=str(checkpoint_of(name)), dtype="bfloat16", max_model_len=65536)
+        config = ModelConfig(model=str(checkpoint_of(name)), dtype="bfloat16", max_model_len=131072)
         # A reasoning parser or a tool parser reads replies; neither changes the render.
         return OnlineRenderer(
             config, renderer_from_config(VllmConfig(model_config=config)), request_logger=None, chat_template=None,
