@@ -1,6 +1,7 @@
 """What the target is asked, and how a stopped run goes on; servers: test_server.py, engines: tests/pipeline."""
 
 import pytest
+from answering import answer_all, reply_to, rows_of
 
 from draftsmith.core.conversations import Conversation, Skipped, TokenTurn
 from draftsmith.core.target import load_tokenizer, resolve_target
@@ -34,23 +35,6 @@ def target(make_config):
     config = make_config(data={"max_length": 64, "sampling": {"max_tokens": 8}})
     resolved = resolve_target(config.target)
     return config, resolved, load_tokenizer(resolved, config.target)
-
-
-def reply_to(request):
-    """Stands for a greedy target: the same prompt, the same reply; it ends in the tiny target's end token."""
-    return [5 + sum(request.prompt_ids) % 50, 7, 1], "stop"
-
-
-def answer_all(dialogues, reply=reply_to, most=None):
-    asked = []
-    while (most is None or len(asked) < most) and (request := dialogues.take()):
-        asked.append(request)
-        dialogues.accept(request, *reply(request))
-    return asked
-
-
-def rows_of(journal):
-    return list(journal.rows(journal.confirmed()))
 
 
 def test_the_second_prompt_holds_the_targets_own_reply(target, tmp_path):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from answering import answer_all, reply_to, rows_of
 from pydantic import ValidationError
 
 from draftsmith.core.conversations import Conversation
@@ -34,23 +35,6 @@ def hot(make_config):
     return make
 
 
-def sampled(request):
-    """Stands for a sampling target: the reply hangs on prompt and seed alone."""
-    return [5 + (sum(request.prompt_ids) + request.seed) % 300, 7, 1], "stop"
-
-
-def answer_all(dialogues, reply=sampled, most=None):
-    asked = []
-    while (most is None or len(asked) < most) and (request := dialogues.take()):
-        asked.append(request)
-        dialogues.accept(request, *reply(request))
-    return asked
-
-
-def rows_of(journal):
-    return list(journal.rows(journal.confirmed()))
-
-
 # ---- what is asked ---------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +45,7 @@ def test_every_reply_is_a_whole_conversation_of_its_own(hot, tmp_path):
     assert sorted(places) == [(c, r, t) for c, turns in enumerate((2, 1, 3)) for r in range(3) for t in range(turns)]
     at = dict(zip(places, asked, strict=True))
     for (c, r, turn), request in at.items():
-        said = [tokenizer.decode(sampled(at[c, r, t])[0][:-1]) for t in range(turn)]
+        said = [tokenizer.decode(reply_to(at[c, r, t])[0][:-1]) for t in range(turn)]
         prompt = tokenizer.decode(request.prompt_ids)
         assert all(text in prompt for text in said), "another reply's history"
     firsts = [at[0, r, 0].prompt_ids for r in range(3)]
