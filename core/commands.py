@@ -31,6 +31,9 @@ def with_config(text: str, arguments: Sequence[str] | None = None) -> str:
     overrides = [a.removeprefix("--set=") for a in arguments if _OVERRIDE.fullmatch(a.removeprefix("--set="))]
     draft = _value(arguments, "--draft")
 
+    def behind(stage: str) -> list[str]:
+        return [*overrides, *(["--draft", draft] if draft and stage == "eval" else [])]
+
     def draftsmith(match: re.Match[str]) -> str:
         stage, rest = match[1], match[2]
         words = rest.split()
@@ -38,16 +41,14 @@ def with_config(text: str, arguments: Sequence[str] | None = None) -> str:
             return match[0]
         if words and words[0] in _GROUPS:
             return f"`draftsmith {stage}{rest} {shlex.join(['--config', file])}`"
-        with_draft = ["--draft", draft] if draft and stage == "eval" else []
-        return f"`{shlex.join(['draftsmith', stage, '--config', file, *overrides, *with_draft])}{rest}`"
+        return f"`{shlex.join(['draftsmith', stage, '--config', file, *behind(stage)])}{rest}`"
 
     def make(match: re.Match[str]) -> str:
         stage, rest = match[1], match[2]
         if "CONFIG=" in rest:
             return match[0]
         given = re.search(r"ARGS=(\S+)", rest)
-        with_draft = ["--draft", draft] if draft and stage == "eval" else []
-        arguments = [*overrides, *with_draft, *([given[1]] if given else [])]
+        arguments = [*behind(stage), *([given[1]] if given else [])]
         args = f" ARGS={_quoted(arguments)}" if arguments else ""
         return f"`make {stage}{re.sub(r' ARGS=[^ ]+', '', rest)} CONFIG={shlex.quote(file)}{args}`"
 

@@ -37,7 +37,7 @@ def salvage(folder: Path, verdict: Verdict) -> int:
         try:
             for name, sample in whole:
                 ids, mask = (sample[key].numpy() for key in ("input_ids", "loss_mask"))
-                rows = SampleRows(name, ids, mask, _last_rows(sample).numpy())
+                rows = SampleRows(name, ids, mask, sample["last_rows"].numpy())
                 made.add(
                     rows, {key: t.contiguous() for key, t in sample.items() if key.endswith(("_states", "_scales"))}
                 )
@@ -64,13 +64,8 @@ def _whole(folder: Path, verdict: Verdict, shard: dict[str, Any]) -> list[tuple[
     found = []
     for row in sorted(rows, key=lambda r: r["row"]):
         sample = slices_of(tensors, row)
-        sample["last_rows"] = _last_rows(sample)
+        sample["last_rows"] = torch.nonzero(sample["loss_mask"][1:]).squeeze(1)  # the next token is a reply token
         fits = row["sample_id"] not in named and len(sample["last_rows"]) == row["last_length"]
         if fits and not any(sample_faults(row, sample)):
             found.append((row["sample_id"], sample))
     return found
-
-
-def _last_rows(sample: dict[str, Tensor]) -> Tensor:
-    """Rows whose next token is a reply token."""
-    return torch.nonzero(sample["loss_mask"][1:]).squeeze(1)

